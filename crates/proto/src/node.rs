@@ -1,0 +1,1 @@
+//! Internal API between control and node. (to be written)
