@@ -15,6 +15,8 @@ pub mod guest;
 pub mod id;
 pub mod manifest;
 pub mod node;
+#[cfg(feature = "rpc")]
+pub mod rpc;
 pub mod secret;
 
 pub use id::{BuildId, IdError, RequestId, SandboxId, TeamId, TemplateId};
