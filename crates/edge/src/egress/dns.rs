@@ -162,7 +162,8 @@ mod tests {
     #[test]
     fn a_refusal_repeats_the_question() {
         let asked = query("no.test.", 7);
-        let refused = Message::from_vec(&refusal(&asked.to_vec().unwrap(), Refusal::NoSuchName).unwrap()).unwrap();
+        let refused =
+            Message::from_vec(&refusal(&asked.to_vec().unwrap(), Refusal::NoSuchName).unwrap()).unwrap();
         assert_eq!(refused.metadata.response_code, ResponseCode::NXDomain);
         assert_eq!(refused.metadata.id, 7);
         assert_eq!(refused.queries, asked.queries);

@@ -81,7 +81,8 @@ impl Drop for Slot {
 
 impl Resolver {
     pub(crate) fn new(servers: Vec<SocketAddr>, floor: Floor, runtime: Handle) -> Self {
-        let servers = servers.into_iter().map(|address| Server { address, silent: AtomicU64::new(0) }).collect();
+        let servers =
+            servers.into_iter().map(|address| Server { address, silent: AtomicU64::new(0) }).collect();
         Self { servers, floor, runtime, started: Instant::now() }
     }
 
@@ -116,7 +117,8 @@ impl Resolver {
             let Ok(mut stream) = UnixStream::from_std(socket) else { return };
             while let Ok(Ok(query)) = tokio::time::timeout(IDLE, read_message(&mut stream)).await {
                 let Some(reply) = resolver.answer(&query, Transport::Stream, &slot.0).await else { return };
-                if !matches!(tokio::time::timeout(IDLE, write_message(&mut stream, &reply)).await, Ok(Ok(()))) {
+                if !matches!(tokio::time::timeout(IDLE, write_message(&mut stream, &reply)).await, Ok(Ok(())))
+                {
                     return;
                 }
             }
@@ -147,7 +149,12 @@ impl Resolver {
     }
 
     /// Asks one server after the other, with overlap, twice round the list.
-    async fn resolve(&self, query: &[u8], question: &Question, transport: Transport) -> Option<(Vec<u8>, Verdict)> {
+    async fn resolve(
+        &self,
+        query: &[u8],
+        question: &Question,
+        transport: Transport,
+    ) -> Option<(Vec<u8>, Verdict)> {
         let order = self.order();
         let mut next = order.iter().chain(order.iter());
         let mut asked = FuturesUnordered::new();

@@ -100,7 +100,9 @@ impl Flows {
             Ok(_) => {}
             Err(Errno::MSGSIZE) => unreachable(Unreachable::TooBig(1500), original, &flow.key, out),
             Err(Errno::CONNREFUSED) => unreachable(Unreachable::Port, original, &flow.key, out),
-            Err(Errno::HOSTUNREACH | Errno::NETUNREACH) => unreachable(Unreachable::Host, original, &flow.key, out),
+            Err(Errno::HOSTUNREACH | Errno::NETUNREACH) => {
+                unreachable(Unreachable::Host, original, &flow.key, out)
+            }
             // A full queue loses the datagram, as any network does.
             Err(_) => {}
         }

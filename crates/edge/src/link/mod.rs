@@ -296,8 +296,9 @@ impl Links {
         let mut mailboxes = Vec::new();
         for number in 0..config.workers.max(1) {
             let mailbox = Arc::new(Mailbox::new().map_err(LinkError::io("make a mailbox"))?);
-            let thread = worker::spawn(number, Arc::clone(&config), Arc::clone(&resolver), Arc::clone(&mailbox))
-                .map_err(LinkError::io("start a worker"))?;
+            let thread =
+                worker::spawn(number, Arc::clone(&config), Arc::clone(&resolver), Arc::clone(&mailbox))
+                    .map_err(LinkError::io("start a worker"))?;
             links.inner.threads.lock().push(thread);
             mailboxes.push(mailbox);
         }
@@ -308,7 +309,12 @@ impl Links {
     }
 
     /// Takes over the frame socket of a machine (QEMU's `-netdev stream`: a length, big-endian, then the frame).
-    pub fn attach(&self, sandbox: SandboxId, frames: OwnedFd, policy: EgressPolicy) -> Result<Link, LinkError> {
+    pub fn attach(
+        &self,
+        sandbox: SandboxId,
+        frames: OwnedFd,
+        policy: EgressPolicy,
+    ) -> Result<Link, LinkError> {
         self.inner.floor.refresh().map_err(LinkError::io("read the host's addresses"))?;
         rustix::io::ioctl_fionbio(&frames, true)
             .map_err(io::Error::from)

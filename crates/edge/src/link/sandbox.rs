@@ -82,7 +82,13 @@ pub(super) struct Sandbox {
 }
 
 impl Sandbox {
-    pub(super) fn new(key: u32, frames: OwnedFd, policy: EgressPolicy, shared: Arc<Shared>, now: Instant) -> Self {
+    pub(super) fn new(
+        key: u32,
+        frames: OwnedFd,
+        policy: EgressPolicy,
+        shared: Arc<Shared>,
+        now: Instant,
+    ) -> Self {
         let mut config = Config::new(HardwareAddress::Ip);
         config.random_seed = random();
         let mut out = Outbox::default();

@@ -34,7 +34,11 @@ impl GuestStream {
 }
 
 impl AsyncRead for GuestStream {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         let wanted = buf.remaining();
         std::task::ready!(Pin::new(&mut self.inner).poll_read(cx, buf))?;

@@ -222,7 +222,13 @@ impl Connection {
     }
 
     /// A connection of the guest to ourselves: the host's end exists already.
-    pub(super) fn accept(key: Key, syn: &[u8], pair: OwnedFd, token: u64, cx: &mut Serve<'_>) -> Result<Self, Errno> {
+    pub(super) fn accept(
+        key: Key,
+        syn: &[u8],
+        pair: OwnedFd,
+        token: u64,
+        cx: &mut Serve<'_>,
+    ) -> Result<Self, Errno> {
         epoll::add(cx.epoll, &pair, EventData::new_u64(token), EVENTS)?;
         let mut host = Host::new(pair, token, Some(Arc::default()));
         host.writable = true;
@@ -339,7 +345,11 @@ impl Connection {
     /// Moves everything that can be moved now.
     pub(super) fn serve(&mut self, cx: &mut Serve<'_>) -> Fate {
         if self.is_connecting() && !self.finish_connect(cx) {
-            return if self.aborted { Fate::Remove } else { Fate::Keep(Some(self.active + cx.connect_timeout())) };
+            return if self.aborted {
+                Fate::Remove
+            } else {
+                Fate::Keep(Some(self.active + cx.connect_timeout()))
+            };
         }
         let Some(handle) = self.socket else { return Fate::Remove };
         if matches!(self.stage, Stage::Dialing { .. }) {
@@ -549,16 +559,17 @@ fn from_host(socket: &mut Socket<'static>, host: &mut Host) -> Result<usize, Err
     while host.readable && !host.ended && socket.can_send() {
         let mut failure = None;
         let mut short = false;
-        let got = socket.send(|place| match rustix::net::recv(&host.socket, &mut *place, RecvFlags::empty()) {
-            Ok((got, _)) => {
-                short = got < place.len();
-                (got, got)
-            }
-            Err(error) => {
-                failure = Some(error);
-                (0, 1)
-            }
-        });
+        let got =
+            socket.send(|place| match rustix::net::recv(&host.socket, &mut *place, RecvFlags::empty()) {
+                Ok((got, _)) => {
+                    short = got < place.len();
+                    (got, got)
+                }
+                Err(error) => {
+                    failure = Some(error);
+                    (0, 1)
+                }
+            });
         match failure {
             None => {}
             Some(Errno::INTR) => continue,

@@ -200,14 +200,15 @@ impl Worker {
     fn run(mut self) {
         let mut events = [MaybeUninit::<Event>::uninit(); EVENTS];
         loop {
-            let noted: Vec<(Token, EventFlags)> = match epoll::wait(&self.epoll, &mut events, self.timeout().as_ref()) {
-                Ok((ready, _)) => ready.iter().map(|e| (Token::decode(e.data.u64()), e.flags)).collect(),
-                Err(Errno::INTR) => Vec::new(),
-                Err(error) => {
-                    tracing::error!(%error, "a worker of the network cannot wait for events and stops");
-                    break;
-                }
-            };
+            let noted: Vec<(Token, EventFlags)> =
+                match epoll::wait(&self.epoll, &mut events, self.timeout().as_ref()) {
+                    Ok((ready, _)) => ready.iter().map(|e| (Token::decode(e.data.u64()), e.flags)).collect(),
+                    Err(Errno::INTR) => Vec::new(),
+                    Err(error) => {
+                        tracing::error!(%error, "a worker of the network cannot wait for events and stops");
+                        break;
+                    }
+                };
             self.tick();
             for (token, flags) in noted {
                 if token == Token::Wake {
