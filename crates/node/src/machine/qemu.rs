@@ -1,0 +1,392 @@
+//! The driver `qemu`: the same guest on QEMU's microvm machine, with KVM or with TCG.
+//!
+//! One process is one machine. It runs under a user ID of its own, under QEMU's own seccomp filter (no new processes,
+//! no privileges), with everything it talks to handed over as descriptors: frames, console, control, memory, state.
+//! It opens two files by path: its own disk delta, and the template's disk, which it may only read.
+//!
+//! A restore names neither kernel nor initramfs: both are in the restored memory, and reading 53 MB of kernel would
+//! double the time to QMP's greeting (33 against 20 ms, `docs/performance.md`).
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use parking_lot::Mutex;
+use proto::guest::MAC;
+use serde_json::json;
+use tokio::io::AsyncReadExt;
+use tokio::net::UnixStream;
+use tokio::process::{Child, Command};
+
+use super::qmp::Qmp;
+use super::{BootSpec, Driver, Exit, Machine, MachineError, RestoreSpec, Started};
+use crate::sys;
+
+const PROGRAM: &str = "qemu-system-x86_64";
+const PACKAGE: &str = "qemu-system-x86";
+/// The largest MTU a stream netdev's guest can use: without offloads big frames are what makes it fast.
+const MTU: u32 = 65520;
+/// A start that takes longer than this has failed; measured: 40 ms, on a machine that may be ten times as busy.
+const START_LIMIT: Duration = Duration::from_secs(20);
+/// Writing device state and what is dirty in the page cache.
+const SAVE_LIMIT: Duration = Duration::from_secs(120);
+const STDERR_LIMIT: usize = 4096;
+
+/// How QEMU runs guest code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accelerator {
+    /// In hardware.
+    Kvm,
+    /// By translation.
+    Tcg,
+}
+
+impl Accelerator {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Tcg => "tcg",
+        }
+    }
+}
+
+/// The QEMU driver.
+#[derive(Debug, Clone)]
+pub struct Qemu {
+    accelerator: Accelerator,
+    identity: &'static str,
+    version: String,
+}
+
+impl Qemu {
+    /// Finds the installed QEMU's version.
+    pub fn new(accelerator: Accelerator) -> Result<Self, MachineError> {
+        let output = std::process::Command::new(PROGRAM)
+            .arg("--version")
+            .output()
+            .map_err(|source| MachineError::Start { program: PROGRAM, package: PACKAGE, source })?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let version = text.lines().next().unwrap_or_default().trim_start_matches("QEMU emulator version ").to_owned();
+        let identity = match accelerator {
+            Accelerator::Kvm => "qemu-kvm",
+            Accelerator::Tcg => "qemu-tcg",
+        };
+        Ok(Self { accelerator, identity, version })
+    }
+
+    /// How it runs guest code.
+    pub fn accelerator(&self) -> Accelerator {
+        self.accelerator
+    }
+
+    /// Starts QEMU with the arguments that boot and restore share, plus `extra`. `memory` is a path QEMU can open.
+    fn spawn(&self, shared: &Shared<'_>, extra: &[String], mut fds: Vec<OwnedFd>) -> Result<Spawned, MachineError> {
+        let io = |verb| move |source| MachineError::Io { verb, source };
+        let (link, link_theirs) = socket_pair().map_err(io("make a link"))?;
+        let (console, console_theirs) = socket_pair().map_err(io("make a console"))?;
+        let (control, control_theirs) = socket_pair().map_err(io("make a control connection"))?;
+        let mut command = Command::new(PROGRAM);
+        command
+            .args(["-name", &format!("pando-{},debug-threads=on", shared.name)])
+            .args(["-machine", "microvm,memory-backend=mem"])
+            .args(["-accel", self.accelerator.name()])
+            .args(["-cpu", if self.accelerator == Accelerator::Kvm { "host" } else { "max" }])
+            .args(["-smp", &shared.vcpus.to_string(), "-m", &format!("{}M", shared.memory_mib)])
+            .args(["-object", &memory_backend(shared)])
+            .args(["-nodefaults", "-no-user-config", "-nographic", "-no-reboot"])
+            .args(["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"])
+            .args(["-chardev", &format!("socket,id=con,fd={}", console_theirs.as_raw_fd()), "-serial", "chardev:con"])
+            .args(["-chardev", &format!("socket,id=qmp,fd={}", control_theirs.as_raw_fd())])
+            .args(["-mon", "chardev=qmp,mode=control"])
+            .args(["-netdev", &format!("stream,id=net,addr.type=fd,addr.str={}", link_theirs.as_raw_fd())])
+            .args(["-device", &format!("virtio-net-device,netdev=net,mac={},host_mtu={MTU}", mac())])
+            .args(["-drive", &shared.drive, "-device", "virtio-blk-device,drive=disk"])
+            .args(["-device", "virtio-rng-device"])
+            .args(extra)
+            .current_dir(shared.dir)
+            .env_clear()
+            .env("PATH", "/usr/bin:/bin:/usr/sbin:/sbin")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        fds.extend([link_theirs, console_theirs, control_theirs]);
+        sys::confine(&mut command, shared.uid, &fds);
+        let child =
+            command.spawn().map_err(|source| MachineError::Start { program: PROGRAM, package: PACKAGE, source })?;
+        drop(fds);
+        Ok(Spawned { machine: QemuMachine::new(child), link, console, control })
+    }
+}
+
+/// What boot and restore both say of a machine.
+struct Shared<'a> {
+    name: &'a str,
+    dir: &'a Path,
+    uid: u32,
+    vcpus: u32,
+    memory_mib: u64,
+    memory: String,
+    memory_is_written: bool,
+    drive: String,
+}
+
+struct Spawned {
+    machine: QemuMachine,
+    link: OwnedFd,
+    console: OwnedFd,
+    control: OwnedFd,
+}
+
+fn memory_backend(shared: &Shared<'_>) -> String {
+    let share = if shared.memory_is_written { "on" } else { "off" };
+    let path = option_value(&shared.memory);
+    format!("memory-backend-file,id=mem,size={}M,mem-path={path},share={share}", shared.memory_mib)
+}
+
+/// A value inside a QEMU option: a comma would begin the next one, and is written twice.
+fn option_value(text: &str) -> String {
+    text.replace(',', ",,")
+}
+
+fn mac() -> String {
+    MAC.map(|byte| format!("{byte:02x}")).join(":")
+}
+
+fn socket_pair() -> std::io::Result<(OwnedFd, OwnedFd)> {
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+    Ok((ours.into(), theirs.into()))
+}
+
+fn to_tokio(fd: OwnedFd) -> std::io::Result<UnixStream> {
+    let socket = std::os::unix::net::UnixStream::from(fd);
+    socket.set_nonblocking(true)?;
+    UnixStream::from_std(socket)
+}
+
+impl Driver for Qemu {
+    fn identity(&self) -> (&str, &str) {
+        (self.identity, &self.version)
+    }
+
+    fn boot<'a>(&'a self, spec: &'a BootSpec) -> BoxFuture<'a, Result<Started, MachineError>> {
+        Box::pin(async move {
+            let memory = std::fs::File::create_new(&spec.memory)
+                .and_then(|file| file.set_len(spec.memory_mib << 20))
+                .and_then(|()| std::os::unix::fs::chown(&spec.memory, Some(spec.uid), Some(spec.uid)))
+                .and_then(|()| std::os::unix::fs::chown(&spec.disk, Some(spec.uid), Some(spec.uid)));
+            memory.map_err(|source| MachineError::Io { verb: "make the memory file", source })?;
+            let shared = Shared {
+                name: &spec.name,
+                dir: &spec.dir,
+                uid: spec.uid,
+                vcpus: spec.vcpus,
+                memory_mib: spec.memory_mib,
+                memory: spec.memory.display().to_string(),
+                memory_is_written: true,
+                drive: format!(
+                    "if=none,id=disk,format=raw,cache=unsafe,discard=unmap,file={}",
+                    option_value(&spec.disk.display().to_string())
+                ),
+            };
+            let extra = [
+                "-kernel".to_owned(),
+                spec.kernel.display().to_string(),
+                "-initrd".to_owned(),
+                spec.initramfs.display().to_string(),
+                "-append".to_owned(),
+                "console=ttyS0 reboot=t panic=-1 quiet random.trust_cpu=on".to_owned(),
+            ];
+            let mut spawned = self.spawn(&shared, &extra, Vec::new())?;
+            let qmp = spawned.machine.opened(spawned.control, Qmp::open).await?;
+            spawned.machine.finish(qmp, spawned.link, spawned.console)
+        })
+    }
+
+    fn restore<'a>(&'a self, spec: &'a RestoreSpec) -> BoxFuture<'a, Result<Started, MachineError>> {
+        Box::pin(async move {
+            let (name, version) = self.identity();
+            if (spec.shape.driver.as_str(), spec.shape.driver_version.as_str()) != (name, version) {
+                return Err(MachineError::OtherMachine {
+                    template: format!("{} {}", spec.shape.driver, spec.shape.driver_version),
+                    here: format!("{name} {version}"),
+                });
+            }
+            let io = |verb| move |source: std::io::Error| MachineError::Io { verb, source };
+            let delta = spec.dir.join("delta.qcow2");
+            store::qcow2::create(&delta, &spec.disk, spec.shape.disk_mib << 20)?;
+            std::os::unix::fs::chown(&delta, Some(spec.uid), Some(spec.uid)).map_err(io("own the disk delta"))?;
+            let state: OwnedFd = std::fs::File::open(&spec.state).map_err(io("open the device state"))?.into();
+            let memory = spec.memory.try_clone().map_err(io("share the memory"))?;
+            let shared = Shared {
+                name: &spec.name,
+                dir: &spec.dir,
+                uid: spec.uid,
+                vcpus: spec.shape.vcpus,
+                memory_mib: spec.shape.memory_mib,
+                memory: format!("/proc/self/fd/{}", memory.as_raw_fd()),
+                memory_is_written: false,
+                drive: format!(
+                    "if=none,id=disk,format=qcow2,cache=unsafe,discard=unmap,file={}",
+                    option_value(&delta.display().to_string())
+                ),
+            };
+            let extra = ["-S", "-incoming", "defer"].map(str::to_owned);
+            let source = format!("fd:{}", state.as_raw_fd());
+            let mut spawned = self.spawn(&shared, &extra, vec![state, memory])?;
+            let load = async |socket| {
+                let mut qmp = Qmp::open(socket).await?;
+                ignore_shared_memory(&mut qmp).await?;
+                qmp.execute("migrate-incoming", json!({ "uri": source })).await?;
+                qmp.migrated("migrate-incoming").await?;
+                qmp.execute("cont", json!({})).await?;
+                Ok(qmp)
+            };
+            let qmp = spawned.machine.opened(spawned.control, load).await?;
+            spawned.machine.finish(qmp, spawned.link, spawned.console)
+        })
+    }
+}
+
+/// Memory is a file that the other side maps itself; only device state goes through the migration stream.
+async fn ignore_shared_memory(qmp: &mut Qmp) -> Result<(), MachineError> {
+    let capability = json!({ "capabilities": [{ "capability": "x-ignore-shared", "state": true }] });
+    qmp.execute("migrate-set-capabilities", capability).await.map(|_| ())
+}
+
+/// One QEMU process.
+struct QemuMachine {
+    child: Child,
+    qmp: Option<Qmp>,
+    stderr: Arc<Mutex<String>>,
+}
+
+impl QemuMachine {
+    fn new(mut child: Child) -> Self {
+        let stderr = Arc::new(Mutex::new(String::new()));
+        if let Some(mut pipe) = child.stderr.take() {
+            let kept = stderr.clone();
+            // Ends with the process, whose end of the pipe it reads.
+            tokio::spawn(async move {
+                let mut buffer = [0u8; 1024];
+                while let Ok(count @ 1..) = pipe.read(&mut buffer).await {
+                    let mut kept = kept.lock();
+                    if kept.len() < STDERR_LIMIT {
+                        kept.push_str(&String::from_utf8_lossy(&buffer[..count]));
+                    }
+                }
+            });
+        }
+        Self { child, qmp: None, stderr }
+    }
+
+    /// Runs `start` on the control socket, ending early when the process does or the limit is reached.
+    async fn opened<F>(&mut self, control: OwnedFd, start: F) -> Result<Qmp, MachineError>
+    where
+        F: AsyncFnOnce(UnixStream) -> Result<Qmp, MachineError>,
+    {
+        let socket =
+            to_tokio(control).map_err(|source| MachineError::Io { verb: "open a control connection", source })?;
+        let outcome = tokio::select! {
+            biased;
+            outcome = start(socket) => outcome,
+            exit = self.exited() => return Err(MachineError::Died(exit.description)),
+            () = tokio::time::sleep(START_LIMIT) => {
+                return Err(MachineError::Deadline { step: "start", seconds: START_LIMIT.as_secs() });
+            }
+        };
+        match outcome {
+            // The connection broke because the process ended: the process's own words say more.
+            Err(MachineError::Control(_)) => {
+                let exit = tokio::time::timeout(Duration::from_secs(1), self.exited()).await;
+                Err(MachineError::Died(exit.map_or_else(|_| "its control connection broke".to_owned(), |e| e.description)))
+            }
+            other => other,
+        }
+    }
+
+    fn finish(mut self, qmp: Qmp, link: OwnedFd, console: OwnedFd) -> Result<Started, MachineError> {
+        self.qmp = Some(qmp);
+        let console = to_tokio(console).map_err(|source| MachineError::Io { verb: "open the console", source })?;
+        Ok(Started { machine: Box::new(self), link, console })
+    }
+
+    async fn save_to(&mut self, state: &Path) -> Result<(), MachineError> {
+        let io = |verb| move |source: std::io::Error| MachineError::Io { verb, source };
+        let Some(mut qmp) = self.qmp.take() else {
+            return Err(MachineError::Died("it was saved before".to_owned()));
+        };
+        qmp.execute("stop", json!({})).await?;
+        ignore_shared_memory(&mut qmp).await?;
+        // QEMU may start no process (`exec:`) and open no file as its user, so the stream comes here.
+        let path = state.with_extension("sock");
+        let listener = tokio::net::UnixListener::bind(&path).map_err(io("receive the device state"))?;
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o666))
+            .map_err(io("receive the device state"))?;
+        let receive = async {
+            let (mut stream, _) = listener.accept().await?;
+            let mut file = tokio::fs::File::create_new(state).await?;
+            tokio::io::copy(&mut stream, &mut file).await?;
+            file.sync_all().await
+        };
+        let receive = async { receive.await.map_err(io("receive the device state")) };
+        let uri = format!("unix:{}", path.display());
+        let send = async {
+            qmp.execute("migrate", json!({ "uri": uri })).await?;
+            qmp.migrated("migrate").await
+        };
+        let both = tokio::try_join!(receive, send);
+        let _ = std::fs::remove_file(&path);
+        both?;
+        // An orderly end closes the disk image.
+        let _ = qmp.execute("quit", json!({})).await;
+        self.exited().await;
+        Ok(())
+    }
+}
+
+impl Machine for QemuMachine {
+    fn pid(&self) -> u32 {
+        self.child.id().unwrap_or(0)
+    }
+
+    fn exited(&mut self) -> BoxFuture<'_, Exit> {
+        Box::pin(async move {
+            let status = match self.child.wait().await {
+                Ok(status) => status.to_string(),
+                Err(error) => format!("its status is unknown: {error}"),
+            };
+            let said = self.stderr.lock().trim().to_owned();
+            let description = if said.is_empty() { status } else { format!("{status}: {said}") };
+            Exit { description }
+        })
+    }
+
+    fn save<'a>(&'a mut self, state: &'a Path) -> BoxFuture<'a, Result<(), MachineError>> {
+        Box::pin(async move {
+            tokio::time::timeout(SAVE_LIMIT, self.save_to(state))
+                .await
+                .unwrap_or(Err(MachineError::Deadline { step: "save its state", seconds: SAVE_LIMIT.as_secs() }))
+        })
+    }
+
+    fn stop(&mut self) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            // An error means that it has ended already.
+            let _ = self.child.kill().await;
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commas_in_paths_do_not_begin_an_option() {
+        assert_eq!(option_value("/a,b=c"), "/a,,b=c");
+    }
+}
