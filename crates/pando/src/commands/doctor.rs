@@ -1,0 +1,178 @@
+//! `pando doctor`: what this machine needs, and how to mend what it lacks.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::Result;
+use serde::Serialize;
+use store::layout::DataDir;
+
+use crate::output;
+use crate::target::Target;
+
+const NEEDED_BYTES: u64 = 4 << 30;
+const NEEDED_MEMORY_KB: u64 = 2 << 20;
+
+/// One thing that was looked at.
+#[derive(Debug, Serialize)]
+struct Check {
+    name: &'static str,
+    verdict: Verdict,
+    found: String,
+    /// What to do, when it is not as it should be.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mend: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Verdict {
+    Good,
+    Slow,
+    Missing,
+}
+
+impl Check {
+    fn good(name: &'static str, found: impl Into<String>) -> Self {
+        Self { name, verdict: Verdict::Good, found: found.into(), mend: None }
+    }
+
+    fn not(name: &'static str, verdict: Verdict, found: impl Into<String>, mend: impl Into<String>) -> Self {
+        Self { name, verdict, found: found.into(), mend: Some(mend.into()) }
+    }
+}
+
+/// Checks everything; 1 if something is missing.
+pub(crate) async fn execute(target: &Target) -> Result<u8> {
+    let mut checks = vec![root()];
+    checks.extend([
+        program("qemu", "qemu-system-x86_64", "qemu-system-x86"),
+        program("mmdebstrap", "mmdebstrap", "mmdebstrap"),
+        program("mke2fs", "mke2fs", "e2fsprogs"),
+        program("depmod", "depmod", "kmod"),
+        program("apt-get", "apt-get", "apt"),
+    ]);
+    checks.push(memory());
+    checks.push(disk(&target.data_dir));
+    checks.push(reachable(&target.data_dir));
+    checks.extend(data(&target.data_dir).await);
+    let missing = checks.iter().any(|check| check.verdict == Verdict::Missing);
+    if target.json {
+        output::json(&checks)?;
+    } else {
+        for check in &checks {
+            let mark = match check.verdict {
+                Verdict::Good => "ok  ",
+                Verdict::Slow => "slow",
+                Verdict::Missing => "FAIL",
+            };
+            output::line(&format!("{mark}  {:<12} {}", check.name, check.found))?;
+            if let Some(mend) = &check.mend {
+                output::line(&format!("{:20}→ {mend}", ""))?;
+            }
+        }
+    }
+    Ok(u8::from(missing))
+}
+
+fn root() -> Check {
+    if rustix::process::geteuid().is_root() {
+        Check::good("root", "yes")
+    } else {
+        Check::not("root", Verdict::Missing, "no", "run pando with sudo: each machine has a user ID of its own")
+    }
+}
+
+fn program(name: &'static str, program: &str, package: &str) -> Check {
+    match Command::new(program).arg("--version").output() {
+        Ok(output) => {
+            let text = String::from_utf8_lossy(if output.stdout.is_empty() { &output.stderr } else { &output.stdout });
+            Check::good(name, text.lines().next().unwrap_or("there").to_owned())
+        }
+        Err(_) => Check::not(name, Verdict::Missing, "not found", format!("apt-get install --no-install-recommends {package}")),
+    }
+}
+
+fn memory() -> Check {
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let available = info
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok())
+        .unwrap_or(0);
+    let found = format!("{} MiB available", available >> 10);
+    if available >= NEEDED_MEMORY_KB {
+        Check::good("memory", found)
+    } else {
+        Check::not("memory", Verdict::Missing, found, "2 GiB are needed for setup and a few sandboxes")
+    }
+}
+
+/// The nearest directory above `path` that exists.
+fn existing(path: &Path) -> &Path {
+    path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
+}
+
+fn disk(dir: &Path) -> Check {
+    let Ok(stat) = rustix::fs::statvfs(existing(dir)) else {
+        return Check::not("disk", Verdict::Missing, "unknown", format!("{} cannot be looked at", dir.display()));
+    };
+    let free = stat.f_bavail * stat.f_frsize;
+    let found = format!("{} MiB free for {}", free >> 20, dir.display());
+    if free >= NEEDED_BYTES {
+        Check::good("disk", found)
+    } else {
+        Check::not("disk", Verdict::Missing, found, "free 4 GiB, or name another directory with --data-dir")
+    }
+}
+
+/// Machines run under user IDs of their own and must be able to pass through every directory above their disks.
+fn reachable(dir: &Path) -> Check {
+    use std::os::unix::fs::PermissionsExt;
+    let absolute = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+    let closed = absolute.ancestors().find(|path| {
+        std::fs::metadata(path).is_ok_and(|meta| meta.permissions().mode() & 0o001 == 0)
+    });
+    match closed {
+        None => Check::good("data dir", format!("{} can be reached by machines", absolute.display())),
+        Some(path) => Check::not(
+            "data dir",
+            Verdict::Missing,
+            format!("{} is closed to other users", path.display()),
+            format!("chmod o+x {}, or name another directory with --data-dir", path.display()),
+        ),
+    }
+}
+
+/// What `pando setup` makes, and the machine it chose.
+async fn data(dir: &Path) -> Vec<Check> {
+    let setup = || "pando setup".to_owned();
+    if !dir.join("guest/vmlinux").exists() {
+        return vec![Check::not("setup", Verdict::Missing, "not done for this data directory", setup())];
+    }
+    let data = match DataDir::open(dir) {
+        Ok(data) => data,
+        Err(error) => return vec![Check::not("setup", Verdict::Missing, error.to_string(), setup())],
+    };
+    let templates = match store::template::list(&data) {
+        Ok((templates, damaged)) if damaged.is_empty() && !templates.is_empty() => {
+            Check::good("templates", format!("{}", templates.len()))
+        }
+        Ok((_, damaged)) => {
+            let found = damaged.first().map_or_else(|| "none".to_owned(), ToString::to_string);
+            Check::not("templates", Verdict::Missing, found, setup())
+        }
+        Err(error) => Check::not("templates", Verdict::Missing, error.to_string(), setup()),
+    };
+    let machine = match node::machine::probe::choose(&data).await {
+        Ok((_, finding)) if finding.kvm => Check::good("kvm", finding.reason),
+        Ok((_, finding)) => Check::not(
+            "kvm",
+            Verdict::Slow,
+            finding.reason,
+            "sandboxes run by translation (TCG): complete and isolated, with slow CPUs; use a host whose KVM runs Linux",
+        ),
+        Err(error) => Check::not("machine", Verdict::Missing, error.to_string(), "install QEMU"),
+    };
+    vec![templates, machine]
+}

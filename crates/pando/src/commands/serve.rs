@@ -1,0 +1,270 @@
+//! `pando serve`: node and control in one process.
+
+use std::fs::File;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use axum::serve::ListenerExt;
+use client::Endpoint;
+use client::node::NodeClient;
+use control::db::Db;
+use control::keys::{self, Seed};
+use control::{Control, ControlConfig};
+use edge::ingress::Ingress;
+use edge::link::{LinkConfig, Links};
+use node::machine::probe;
+use node::{Node, NodeConfig};
+use rustix::fs::FlockOperation;
+use rustix::process::Resource;
+use store::layout::DataDir;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::config::{Config, name_servers};
+use crate::output;
+use crate::target::{Target, address_file, key_file};
+
+/// What open streams get to end by themselves once their sandboxes are gone.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// Serves the API and the sandboxes of this machine.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  pando serve\n  pando serve --data-dir ./data --listen 127.0.0.1:3100\n\n\
+    Needs root: each machine runs under a user ID of its own. Ctrl-C or SIGTERM ends all sandboxes and then the server.")]
+pub(crate) struct Serve {
+    /// Address of API and ingress [default: 127.0.0.1:3000]
+    #[arg(long, value_name = "ADDR")]
+    listen: Option<SocketAddr>,
+    /// Machine driver
+    #[arg(long, value_enum, default_value_t = Machine::Auto)]
+    machine: Machine,
+    /// Serve plain HTTP on an address that is not loopback: keys and data can be read on the way
+    #[arg(long)]
+    allow_plaintext: bool,
+    /// Configuration file; see docs/configuration.md
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+/// Which driver makes machines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Machine {
+    /// The best that really runs here
+    Auto,
+    /// Pando's own VMM on KVM (not in this version)
+    Kvm,
+    /// QEMU, with KVM where a probe machine ran under it, else by translation
+    Qemu,
+}
+
+impl Serve {
+    pub(crate) async fn execute(self, target: &Target) -> Result<u8> {
+        require_root("serve")?;
+        let config = self.config(&Config::load(self.config.as_deref())?)?;
+        start_log(config.log_json);
+        let data = DataDir::open(&target.data_dir)?;
+        let _lock = lock(&data)?;
+        raise_descriptor_limit();
+        // Bound before anything is changed: a second server on the address must not sweep anything away.
+        let listener = TcpListener::bind(config.listen)
+            .await
+            .with_context(|| format!("cannot listen on {}; choose another address with --listen", config.listen))?;
+        let address = listener.local_addr()?;
+        let swept = node::sweep::sweep(&data)?;
+        if swept != node::sweep::Swept::default() {
+            tracing::warn!(?swept, "removed what an earlier server left");
+        }
+        let node = self.start_node(&data, &config).await?;
+        let node_api = serve_node(&data, node.clone())?;
+        let control = start_control(&data, &config, address, &node).await?;
+        let follow = tokio::spawn(control::follow::follow(control.clone()));
+        std::fs::write(address_file(target.data_dir.as_path()), format!("http://{address}\n"))?;
+        let public = serve_public(listener, control);
+        output::note(&format!("pando serves the E2B API on http://{address}; Ctrl-C ends it and its sandboxes"));
+        wait_for_end().await?;
+        output::note("ending all sandboxes…");
+        node.shutdown().await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        // Streams have been cut by the sandboxes' end; what is left of them is not waited for long.
+        let _ = tokio::time::timeout(GRACE, async { public.stop().await }).await;
+        follow.abort();
+        node_api.abort();
+        let _ = std::fs::remove_file(data.node_socket());
+        let _ = std::fs::remove_file(address_file(&target.data_dir));
+        Ok(0)
+    }
+
+    fn config(&self, file: &Config) -> Result<Config> {
+        let mut config = file.clone();
+        if let Some(listen) = self.listen {
+            config.listen = listen;
+        }
+        config.allow_plaintext |= self.allow_plaintext;
+        if !config.listen.ip().is_loopback() && !config.allow_plaintext {
+            bail!(
+                "{} is not a loopback address, and this version serves plain HTTP: keys could be read on the way. \
+                 Put a TLS proxy in front of 127.0.0.1, or say --allow-plaintext",
+                config.listen
+            );
+        }
+        Ok(config)
+    }
+
+    async fn start_node(&self, data: &DataDir, config: &Config) -> Result<Node> {
+        if self.machine == Machine::Kvm {
+            bail!("this version has no VMM of its own yet; use --machine auto or qemu");
+        }
+        if !data.vmlinux().exists() {
+            bail!("there is no guest kernel in {}; run `pando setup` first", data.root().display());
+        }
+        let (qemu, finding) = probe::choose(data).await?;
+        tracing::info!(accelerator = ?qemu.accelerator(), reason = finding.reason, "machine: QEMU");
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let dns = if config.dns.is_empty() {
+            name_servers(&std::fs::read_to_string("/etc/resolv.conf").unwrap_or_default())
+        } else {
+            config.dns.clone()
+        };
+        let links = Links::start(LinkConfig { upstream_dns: dns, ..LinkConfig::default() })?;
+        let limits = &config.limits;
+        let node = Node::start(NodeConfig {
+            data: data.clone(),
+            driver: Arc::new(qemu),
+            links,
+            max_sandboxes: limits.max_sandboxes,
+            starts_at_once: if limits.starts_at_once == 0 { 2 * cpus } else { limits.starts_at_once },
+            uid_base: limits.uid_base,
+        })
+        .await?;
+        if node.templates()?.is_empty() {
+            bail!("there is no template in {}; run `pando setup` first", data.root().display());
+        }
+        Ok(node)
+    }
+}
+
+/// Each machine runs under a user ID of its own, and root file systems keep their owners: both need root.
+pub(crate) fn require_root(command: &str) -> Result<()> {
+    if rustix::process::geteuid().is_root() {
+        return Ok(());
+    }
+    bail!("`pando {command}` needs root: each machine runs under a user ID of its own; try sudo")
+}
+
+/// One server or setup at a time has a data directory. Released by the system when the process ends.
+pub(crate) fn lock(data: &DataDir) -> Result<File> {
+    let path = data.lock();
+    let file = File::create(&path).with_context(|| format!("cannot open {}", path.display()))?;
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(_) => bail!("{} is in use by another pando; stop it, or use another --data-dir", data.root().display()),
+    }
+}
+
+fn start_log(json: bool) {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_env("PANDO_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    if json {
+        log.json().init();
+    } else {
+        log.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).init();
+    }
+}
+
+/// Each sandbox costs a handful of descriptors, each connection two.
+fn raise_descriptor_limit() {
+    let mut limit = rustix::process::getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = rustix::process::setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "the limit of open files cannot be raised");
+    }
+}
+
+/// The node's API, on a socket that root alone can reach.
+fn serve_node(data: &DataDir, node: Node) -> Result<tokio::task::JoinHandle<()>> {
+    use std::os::unix::fs::PermissionsExt;
+    let path = data.node_socket();
+    // Left by a server that was killed; this one has the lock.
+    let _ = std::fs::remove_file(&path);
+    let listener = UnixListener::bind(&path).with_context(|| format!("cannot listen on {}", path.display()))?;
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
+    Ok(tokio::spawn(async move {
+        if let Err(error) = axum::serve(listener, node::http::router(node)).await {
+            tracing::error!(%error, "the node's API ended");
+        }
+    }))
+}
+
+async fn start_control(data: &DataDir, config: &Config, address: SocketAddr, node: &Node) -> Result<Control> {
+    let db = Db::open(&data.database()).await.context("cannot open the database")?;
+    if let Some(key) = Control::first_key(&db).await? {
+        let path = key_file(data.root());
+        let _ = std::fs::remove_file(&path);
+        keys::write_secret(&path, key.expose().as_bytes())
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        output::note(&format!(
+            "the first API key, shown this once and kept in {}:\n  {}",
+            path.display(),
+            key.expose()
+        ));
+    }
+    let domain = config.domain.clone();
+    tracing::debug!(%address, ?domain, "control");
+    let control = Control::start(ControlConfig {
+        db,
+        seed: Seed::open(&data.secrets().join("seed")).context("cannot open the seed of tokens")?,
+        node: NodeClient::new(Endpoint::Unix(data.node_socket())),
+        ingress: Ingress::new(Arc::new(node.clone()), domain.clone()),
+        domain,
+        max_timeout: config.limits.max_timeout_seconds,
+        sandboxes_per_team: config.limits.sandboxes_per_team,
+    })
+    .await?;
+    Ok(control)
+}
+
+/// The public server, until it is told to stop.
+struct Public {
+    stop: tokio::sync::oneshot::Sender<()>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Public {
+    async fn stop(self) {
+        let _ = self.stop.send(());
+        let _ = self.task.await;
+    }
+}
+
+fn serve_public(listener: TcpListener, control: Control) -> Public {
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    // Small frames of streams must not wait for each other's acknowledgement.
+    let listener = listener.tap_io(|stream| {
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "TCP_NODELAY");
+        }
+    });
+    let service = control::http::router(control).into_make_service_with_connect_info::<SocketAddr>();
+    let task = tokio::spawn(async move {
+        let until = async {
+            let _ = stopped.await;
+        };
+        if let Err(error) = axum::serve(listener, service).with_graceful_shutdown(until).await {
+            tracing::error!(%error, "the public server ended");
+        }
+    });
+    Public { stop, task }
+}
+
+async fn wait_for_end() -> Result<()> {
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+    }
+    Ok(())
+}
