@@ -42,8 +42,8 @@ where
     B::Error: Into<BoxError>,
 {
     let form = answer::form(request.headers());
-    if let Err(response) = check(&target, &request, form) {
-        return response;
+    if let Some(refusal) = refuse(&target, &request, form) {
+        return refusal;
     }
     let upgrade = wanted_upgrade(&target, &request);
     let client = upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
@@ -77,25 +77,25 @@ where
 }
 
 /// Refuses what must never reach a sandbox.
-fn check<B>(target: &Target, request: &Request<B>, form: Form) -> Result<(), Response<Body>> {
+fn refuse<B>(target: &Target, request: &Request<B>, form: Form) -> Option<Response<Body>> {
     let headers = request.headers();
     if headers.contains_key(CONTENT_LENGTH) && headers.contains_key(TRANSFER_ENCODING) {
-        return Err(answer::bad_request("the request has both Content-Length and Transfer-Encoding"));
+        return Some(answer::bad_request("the request has both Content-Length and Transfer-Encoding"));
     }
     if headers.get_all(HOST).iter().count() > 1 {
-        return Err(answer::bad_request("the request has two Host headers"));
+        return Some(answer::bad_request("the request has two Host headers"));
     }
     if request.method() == Method::CONNECT {
-        return Err(answer::bad_request("CONNECT is not forwarded"));
+        return Some(answer::bad_request("CONNECT is not forwarded"));
     }
     if target.port == guest::RELAY_PORT {
-        return Err(answer::open_error(&OpenError::PortClosed, &target.sandbox, target.port, form));
+        return Some(answer::open_error(&OpenError::PortClosed, &target.sandbox, target.port, form));
     }
     let path = target.path.as_ref().map_or(request.uri().path(), PathAndQuery::path);
     if target.port == guest::ENVD_PORT && is_internal(path) {
-        return Err(answer::not_found(&target.sandbox, form));
+        return Some(answer::not_found(&target.sandbox, form));
     }
-    Ok(())
+    None
 }
 
 /// Whether any reading of this path, strict or lenient, is one of the agent's internal routes.
