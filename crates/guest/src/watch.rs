@@ -20,6 +20,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use proto::rpc::filesystem as pb;
@@ -35,6 +36,8 @@ use crate::users::{Names, User};
 
 /// Events that wait in one watcher.
 pub(crate) const EVENTS_MAX: usize = 16_384;
+/// How long the new name of a renamed directory may come after the old one.
+const RENAME_WAIT: Duration = Duration::from_millis(2);
 /// Watchers for clients that poll; they live until they are removed.
 const KEPT_MAX: usize = 256;
 
@@ -268,6 +271,7 @@ impl Watcher {
         let mut state = self.state.lock();
         let mut buffer = [MaybeUninit::uninit(); 16 << 10];
         let mut reader = inotify::Reader::new(self.fd.get_ref(), &mut buffer);
+        let mut waited = false;
         loop {
             match reader.next() {
                 Ok(event) => {
@@ -278,8 +282,16 @@ impl Watcher {
                     self.record(&mut state, event.wd(), event.events(), event.cookie(), name.as_deref());
                 }
                 Err(Errno::INTR) => {}
+                // The two records of a rename come one right after the other, but not at one instant.
+                Err(Errno::AGAIN) if state.leaving.is_some() && !waited => {
+                    waited = true;
+                    std::thread::sleep(RENAME_WAIT);
+                }
                 Err(_) => break,
             }
+        }
+        if let Some((_, lost)) = state.leaving.take() {
+            self.leave(&mut state, &lost);
         }
         // Everything queued between watching and reading a new directory has been seen by now.
         state.synthesised.clear();

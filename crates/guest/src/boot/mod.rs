@@ -18,6 +18,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount, mount_move};
 use rustix::process::{Resource, Rlimit, chroot, setpriority_process, setrlimit};
 use rustix::system::{RebootCommand, finit_module, reboot};
@@ -109,21 +110,40 @@ fn console() {
     }
 }
 
-/// Loads `/modules` in the order of its list. One that is missing or built in is no reason to stop; if it mattered, the
-/// disk does not appear.
+/// Loads `/modules` in the order of its list. A module that lacks a symbol is tried again after the others, so the order need
+/// not be perfect. One that fails for good is no reason to stop; if it mattered, the disk does not appear.
 fn modules() {
     let order = fs::read_to_string("/modules/order").unwrap_or_default();
-    for name in order.lines().map(str::trim).filter(|name| !name.is_empty() && !name.starts_with('#')) {
-        let path = Path::new("/modules").join(name);
-        let loaded = rustix::fs::open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-            .and_then(|file| finit_module(file, c"", 0));
-        match loaded {
-            Ok(()) | Err(rustix::io::Errno::EXIST) => {}
-            Err(error) => optional::<(), _>(&format!("load {name}"), Err(error)),
+    let mut waiting: Vec<&str> =
+        order.lines().map(str::trim).filter(|name| !name.is_empty() && !name.starts_with('#')).collect();
+    loop {
+        let before = waiting.len();
+        let mut failed = Vec::new();
+        for name in waiting {
+            match load_module(name) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(error) => failed.push((name, error)),
+            }
         }
+        if failed.is_empty() {
+            break;
+        }
+        if failed.len() == before {
+            for (name, error) in failed {
+                optional::<(), _>(&format!("load {name}"), Err(error));
+            }
+            break;
+        }
+        waiting = failed.into_iter().map(|(name, _)| name).collect();
     }
     // Its memory is the guest's.
     let _ = fs::remove_dir_all("/modules");
+}
+
+fn load_module(name: &str) -> Result<(), Errno> {
+    let path = Path::new("/modules").join(name);
+    let file = rustix::fs::open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    finit_module(file, c"", 0)
 }
 
 fn wait_for_disk() -> Result<(), BootError> {
