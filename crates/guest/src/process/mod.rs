@@ -151,7 +151,8 @@ pub(crate) struct Process {
     /// Its input.
     pub(crate) input: Input,
     fanout: Fanout,
-    cgroup: Option<Cgroup>,
+    // Until the end; what is left in it then is no part of the command any more.
+    cgroup: Mutex<Option<Cgroup>>,
     children: Children,
     // Someone asked for its end: output of survivors is not waited for.
     ending: CancellationToken,
@@ -293,7 +294,7 @@ impl Table {
             tag: start.tag,
             input: channels.input,
             fanout,
-            cgroup,
+            cgroup: Mutex::new(cgroup),
             children: self.children.clone(),
             ending: CancellationToken::new(),
             ended: CancellationToken::new(),
@@ -329,6 +330,7 @@ impl Table {
             pumps.shutdown().await;
         }
         process.input.end().await;
+        drop(process.cgroup.lock().take());
         process.ended.cancel();
         process.fanout.finish(End::from_exit(exit)).await;
         self.forget_later(process);
@@ -386,7 +388,7 @@ impl Process {
     /// Kills it and all it started.
     pub(crate) fn kill(&self) {
         self.ending.cancel();
-        if !self.cgroup.as_ref().is_some_and(Cgroup::kill) {
+        if !self.cgroup.lock().as_ref().is_some_and(Cgroup::kill) {
             self.children.signal_group(self.pid.cast_signed(), libc::SIGKILL);
         }
     }

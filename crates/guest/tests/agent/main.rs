@@ -3,6 +3,8 @@
 //! Each test starts an agent of its own on a free port. Tests about other users' rights need root and say so when they are
 //! left out.
 
+#![allow(clippy::unwrap_used, reason = "a test fails where an unwrap does")]
+
 mod files;
 mod harness;
 mod processes;
