@@ -171,6 +171,35 @@ pub fn tcp(payload: &[u8]) -> Option<TcpHead> {
     })
 }
 
+/// Lowers the window that a TCP segment advertises by one unit, and corrects its checksum.
+///
+/// smoltcp rounds the window down to a multiple of the unit (32 bytes for a ring of 1 MiB) and cuts off what comes
+/// beyond. As the acknowledged number moves by any amount, the rounded right edge can move back by up to one unit, over
+/// bytes that are on their way; these are lost, and the guest has to send them again after a timeout. With one unit
+/// less advertised, the guest never sends what a later rounding could cut off.
+pub fn lower_window(packet: &mut [u8]) {
+    const WINDOW: usize = 14;
+    const SUM: usize = 16;
+    let header = usize::from(packet.first().map_or(0, |byte| byte & 0x0f)) * 4;
+    let is_tcp = header >= IPV4 && packet.get(9) == Some(&TCP_PROTOCOL);
+    let Some(segment) = packet.get_mut(header..).filter(|segment| is_tcp && segment.len() >= 20) else {
+        return;
+    };
+    let window = u16::from_be_bytes([segment[WINDOW], segment[WINDOW + 1]]);
+    // The window of a SYN has no unit yet.
+    if window == 0 || segment[13] & 0x02 != 0 {
+        return;
+    }
+    segment[WINDOW..WINDOW + 2].copy_from_slice(&(window - 1).to_be_bytes());
+    // RFC 1624: the sum without the old word and with the new one.
+    let old = u16::from_be_bytes([segment[SUM], segment[SUM + 1]]);
+    let mut sum = u32::from(!old) + u32::from(!window) + u32::from(window - 1);
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    segment[SUM..SUM + 2].copy_from_slice(&(!(sum as u16)).to_be_bytes());
+}
+
 /// A UDP datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Datagram<'a> {
@@ -355,6 +384,7 @@ mod tests {
             let _ = arp_reply(&bytes, GUEST, MAC);
             let _ = tcp(&bytes);
             let _ = echo(&bytes, 8);
+            lower_window(&mut bytes.clone());
             if let Ok(ip) = ipv4(&bytes) {
                 let _ = udp(&ip);
             }
@@ -369,6 +399,22 @@ mod tests {
             let datagram = udp(&ip).unwrap();
             prop_assert_eq!(datagram.payload, &payload[..]);
             prop_assert_eq!((datagram.source, datagram.destination), (53, port));
+        }
+
+        #[test]
+        fn a_lowered_window_keeps_the_checksum_right(mut segment in proptest::collection::vec(any::<u8>(), 20..60)) {
+            segment[13] &= !0x02;
+            segment[16..18].copy_from_slice(&[0, 0]);
+            let pseudo = pseudo_header(Ipv4Addr::new(1, 1, 1, 1), GUEST, TCP_PROTOCOL, segment.len() as u16);
+            let sum = checksum(&[&pseudo, &segment]);
+            segment[16..18].copy_from_slice(&sum.to_be_bytes());
+            let mut packet = build_ipv4(Ipv4Addr::new(1, 1, 1, 1), GUEST, TCP_PROTOCOL, segment.len()).unwrap();
+            packet.extend_from_slice(&segment);
+            let before = u16::from_be_bytes([segment[14], segment[15]]);
+            lower_window(&mut packet);
+            let after = u16::from_be_bytes([packet[34], packet[35]]);
+            prop_assert_eq!(after, before.saturating_sub(1));
+            prop_assert_eq!(checksum(&[&pseudo, &packet[IPV4..]]), 0);
         }
 
         #[test]

@@ -98,6 +98,9 @@ struct Host {
     shut: bool,
 }
 
+/// How often a guest that owes acknowledgements is asked.
+const PROBE: smoltcp::time::Duration = smoltcp::time::Duration::from_secs(1);
+
 const EVENTS: EventFlags = EventFlags::IN.union(EventFlags::RDHUP).union(EventFlags::ET);
 
 impl Host {
@@ -359,6 +362,13 @@ impl Connection {
             self.splice(handle, cx);
         }
         self.expire(handle, cx);
+        let socket = self.set.get_mut::<Socket<'_>>(handle);
+        // smoltcp forgets its retransmission timer when a closed window opens. The acknowledgements of these probes
+        // make it send again what was lost; without them the connection would stand still for ever.
+        let probe = (socket.send_queue() > 0).then_some(PROBE);
+        if socket.keep_alive() != probe {
+            socket.set_keep_alive(probe);
+        }
         let drained = cx.net.drain(cx.now, &mut self.set);
         let socket = self.set.get::<Socket<'_>>(handle);
         match socket.state() {

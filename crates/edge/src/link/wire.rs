@@ -179,7 +179,11 @@ impl phy::RxToken for Received<'_> {
 
 impl phy::TxToken for Place<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, length: usize, f: F) -> R {
-        self.0.append(frame::TYPE_IPV4, length, f)
+        self.0.append(frame::TYPE_IPV4, length, |packet| {
+            let result = f(packet);
+            frame::lower_window(packet);
+            result
+        })
     }
 }
 

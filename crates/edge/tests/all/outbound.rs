@@ -151,7 +151,7 @@ fn refused_and_denied_connections_fail_at_once() {
         guest.wait(|guest| guest.state(handle) == State::Closed);
     }
     assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
-    guest.wait(|_| link.stats().denied == 5 && link.stats().connections == 0);
+    guest.wait(|_| link.stats().denied == 4 && link.stats().connections == 0);
 }
 
 #[test]
