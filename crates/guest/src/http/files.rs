@@ -5,13 +5,12 @@
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
-use std::net::SocketAddr;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::extract::{ConnectInfo, Query, State};
+use axum::extract::{Query, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use flate2::Compression;
@@ -193,7 +192,6 @@ fn not_newer(headers: &HeaderMap, name: &header::HeaderName, modified: Option<Ti
 /// The route.
 pub(crate) async fn download(
     State(agent): State<Arc<Agent>>,
-    ConnectInfo(_peer): ConnectInfo<SocketAddr>,
     query: Result<Query<FilesQuery>, axum::extract::rejection::QueryRejection>,
     headers: HeaderMap,
 ) -> Result<Response, HttpError> {

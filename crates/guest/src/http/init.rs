@@ -164,7 +164,6 @@ pub(crate) async fn shutdown(
     Ok(StatusCode::ACCEPTED)
 }
 
-/// Settings after a request body, for tests.
 #[cfg(test)]
 mod tests {
     use super::*;

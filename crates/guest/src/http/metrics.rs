@@ -1,14 +1,10 @@
 //! `GET /metrics`: what the guest uses.
 
-use std::sync::Arc;
-
 use axum::Json;
-use axum::extract::State;
 use parking_lot::Mutex;
 use proto::guest::Metrics;
 
 use super::HttpError;
-use crate::agent::Agent;
 
 /// Busy and all ticks of the last sample.
 static LAST: Mutex<(u64, u64)> = Mutex::new((0, 0));
@@ -65,7 +61,7 @@ pub(crate) fn sample() -> Metrics {
 }
 
 /// The route.
-pub(crate) async fn metrics(State(_agent): State<Arc<Agent>>) -> Result<Json<Metrics>, HttpError> {
+pub(crate) async fn metrics() -> Result<Json<Metrics>, HttpError> {
     let taken = tokio::task::spawn_blocking(sample).await;
     taken
         .map(Json)

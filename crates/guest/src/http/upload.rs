@@ -202,16 +202,12 @@ fn unescape(name: &str) -> String {
     let mut chars = name.chars().peekable();
     while let Some(c) = chars.next() {
         if c == '\\' && chars.peek().is_some_and(|next| r#"()<>@,;:\"/[]?="#.contains(*next)) {
-            continue_with(&mut out, chars.next());
+            out.extend(chars.next());
         } else {
             out.push(c);
         }
     }
     out
-}
-
-fn continue_with(out: &mut String, next: Option<char>) {
-    out.extend(next);
 }
 
 /// The route.

@@ -400,7 +400,8 @@ impl pb::Process for ProcessService {
         request: ServiceRequest<'_, pb::CloseStdinRequest>,
     ) -> ServiceResult<pb::CloseStdinResponse> {
         let request = request.to_owned_message();
-        let process = self.select(request.process.as_option(), true)?;
+        // Of a command that has just ended, the input is closed already: no error, as for a second close.
+        let process = self.select(request.process.as_option(), false)?;
         process.input.close().await?;
         Response::ok(pb::CloseStdinResponse::default())
     }
