@@ -1,4 +1,5 @@
-//! The one place of this crate with `unsafe`: handing descriptors to a child, and limits set between fork and exec.
+//! The one place of this crate with `unsafe`: handing descriptors to a child, limits set between fork and exec, and
+//! reading the processor's time stamp counter.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -37,4 +38,15 @@ pub(crate) fn confine(command: &mut Command, uid: u32, fds: &[OwnedFd]) {
             Ok(())
         });
     }
+}
+
+/// The host's time stamp counter now; None on a processor that has none.
+pub(crate) fn time_stamp_counter() -> Option<u64> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        // SAFETY: every x86_64 processor has RDTSC, and it only reads a register.
+        Some(unsafe { core::arch::x86_64::_rdtsc() })
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    None
 }
