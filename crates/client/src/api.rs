@@ -48,7 +48,11 @@ impl ApiClient {
             let page: Vec<ListedSandbox> =
                 serde_json::from_slice(&bytes).map_err(|error| self.http.malformed(&error))?;
             all.extend(page);
-            match headers.get(NEXT_TOKEN).and_then(|token| token.to_str().ok()).filter(|token| !token.is_empty()) {
+            match headers
+                .get(NEXT_TOKEN)
+                .and_then(|token| token.to_str().ok())
+                .filter(|token| !token.is_empty())
+            {
                 Some(token) => path = format!("/v2/sandboxes?limit=100&nextToken={token}"),
                 None => return Ok(all),
             }

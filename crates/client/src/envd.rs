@@ -67,11 +67,17 @@ impl Envd {
     pub(crate) fn new(endpoint: Endpoint, id: &SandboxId, token: Option<&str>) -> Result<Self, ClientError> {
         let mut headers = HeaderMap::new();
         let port = ENVD_PORT.to_string();
-        let wanted = [("e2b-sandbox-id", Some(id.as_str())), ("e2b-sandbox-port", Some(&port)), ("x-access-token", token)];
+        let wanted = [
+            ("e2b-sandbox-id", Some(id.as_str())),
+            ("e2b-sandbox-port", Some(&port)),
+            ("x-access-token", token),
+        ];
         for (name, value) in wanted {
             let Some(value) = value else { continue };
-            let value = HeaderValue::from_str(value)
-                .map_err(|error| ClientError::Request { endpoint: endpoint.to_string(), source: error.into() })?;
+            let value = HeaderValue::from_str(value).map_err(|error| ClientError::Request {
+                endpoint: endpoint.to_string(),
+                source: error.into(),
+            })?;
             headers.insert(HeaderName::from_static(name), value);
         }
         Ok(Self { http: Http::new(endpoint, headers) })
@@ -95,7 +101,8 @@ impl Envd {
         let mut frame = vec![0u8];
         frame.extend((payload.len() as u32).to_be_bytes());
         frame.extend(payload.bytes());
-        let authorization = command.user.as_ref().map(|user| format!("Basic {}", STANDARD.encode(format!("{user}:"))));
+        let authorization =
+            command.user.as_ref().map(|user| format!("Basic {}", STANDARD.encode(format!("{user}:"))));
         let mut headers =
             vec![("content-type", "application/connect+json"), ("connect-protocol-version", "1")];
         if let Some(authorization) = &authorization {
@@ -153,7 +160,9 @@ fn files_path(path: &str) -> String {
     let mut out = "/files?path=".to_owned();
     for byte in path.bytes() {
         match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'/' | b'.' | b'_' | b'-' | b'~' => out.push(byte as char),
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'/' | b'.' | b'_' | b'-' | b'~' => {
+                out.push(byte as char)
+            }
             _ => out.push_str(&format!("%{byte:02X}")),
         }
     }
@@ -172,7 +181,8 @@ impl CommandStream {
     pub async fn next(&mut self) -> Result<Option<CommandEvent>, ClientError> {
         loop {
             let Some((flags, payload)) = self.frame().await? else { return Ok(None) };
-            let message: Value = serde_json::from_slice(&payload).map_err(|error| self.http.malformed(&error))?;
+            let message: Value =
+                serde_json::from_slice(&payload).map_err(|error| self.http.malformed(&error))?;
             if flags & END_OF_STREAM != 0 {
                 return match message.get("error") {
                     Some(error) => Err(stream_error(error)),
@@ -221,7 +231,8 @@ fn event(message: &Value) -> Option<CommandEvent> {
         return Some(CommandEvent::Started(start.get("pid")?.as_u64()?.try_into().ok()?));
     }
     if let Some(data) = event.get("data") {
-        let bytes = |name: &str| data.get(name).and_then(Value::as_str).and_then(|text| STANDARD.decode(text).ok());
+        let bytes =
+            |name: &str| data.get(name).and_then(Value::as_str).and_then(|text| STANDARD.decode(text).ok());
         if let Some(bytes) = bytes("stdout").or_else(|| bytes("pty")) {
             return Some(CommandEvent::Stdout(bytes.into()));
         }

@@ -125,8 +125,9 @@ impl Http {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        let mut request =
-            request.body(body).map_err(|source| ClientError::Request { endpoint: self.endpoint(), source })?;
+        let mut request = request
+            .body(body)
+            .map_err(|source| ClientError::Request { endpoint: self.endpoint(), source })?;
         for (name, value) in &self.headers {
             request.headers_mut().insert(name, value.clone());
         }
@@ -171,7 +172,8 @@ impl Http {
             return Ok(response);
         }
         let bytes = self.whole_body(response).await?;
-        let body = serde_json::from_slice::<ErrorBody>(&bytes).unwrap_or_else(|_| loose_error(status, &bytes));
+        let body =
+            serde_json::from_slice::<ErrorBody>(&bytes).unwrap_or_else(|_| loose_error(status, &bytes));
         Err(ClientError::Refused { status, body })
     }
 
@@ -251,7 +253,11 @@ impl Connection for Stream {
 }
 
 impl AsyncRead for Stream {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<std::io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
         match self.get_mut() {
             Self::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
             Self::Unix(stream) => Pin::new(stream).poll_read(cx, buf),

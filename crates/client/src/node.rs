@@ -76,7 +76,9 @@ impl NodeClient {
     }
 
     /// What happens from now on, until the node ends the stream.
-    pub async fn events(&self) -> Result<impl Stream<Item = Result<Event, ClientError>> + Send + use<>, ClientError> {
+    pub async fn events(
+        &self,
+    ) -> Result<impl Stream<Item = Result<Event, ClientError>> + Send + use<>, ClientError> {
         let response = self.0.send(Method::GET, "/events", &[], whole(Bytes::new())).await?;
         let response = self.0.success(response).await?;
         let lines = Lines { http: self.0.clone(), body: response.into_body(), kept: Vec::new() };

@@ -10,7 +10,9 @@ use std::str::FromStr;
 use jiff::Timestamp;
 use proto::node::EndReason;
 use proto::{SandboxId, TeamId, TemplateId};
-use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous};
+use sqlx::sqlite::{
+    SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
+};
 use sqlx::{FromRow, Row};
 
 const READERS: u32 = 4;
@@ -140,13 +142,16 @@ impl Db {
             .busy_timeout(std::time::Duration::from_secs(10));
         let write = SqlitePoolOptions::new().max_connections(1).connect_with(options.clone()).await?;
         sqlx::migrate!().run(&write).await.map_err(|error| sqlx::Error::Migrate(Box::new(error)))?;
-        let read = SqlitePoolOptions::new().max_connections(READERS).connect_with(options.read_only(true)).await?;
+        let read =
+            SqlitePoolOptions::new().max_connections(READERS).connect_with(options.read_only(true)).await?;
         Ok(Self { write, read })
     }
 
     /// The first team, if there is one.
     pub async fn first_team(&self) -> Result<Option<TeamId>, sqlx::Error> {
-        let row = sqlx::query("SELECT id FROM teams ORDER BY created_at LIMIT 1").fetch_optional(&self.read).await?;
+        let row = sqlx::query("SELECT id FROM teams ORDER BY created_at LIMIT 1")
+            .fetch_optional(&self.read)
+            .await?;
         row.map(|row| row.try_get::<String, _>(0)?.parse().map_err(decode)).transpose()
     }
 
@@ -173,7 +178,8 @@ impl Db {
     pub async fn team_of_key(&self, key_hash: &str) -> Result<Option<(TeamId, String)>, sqlx::Error> {
         let sql = "SELECT teams.id, teams.name FROM api_keys JOIN teams ON teams.id = api_keys.team WHERE hash = $1";
         let row = sqlx::query(sql).bind(key_hash).fetch_optional(&self.read).await?;
-        row.map(|row| Ok((row.try_get::<String, _>(0)?.parse().map_err(decode)?, row.try_get(1)?))).transpose()
+        row.map(|row| Ok((row.try_get::<String, _>(0)?.parse().map_err(decode)?, row.try_get(1)?)))
+            .transpose()
     }
 
     /// Adds a sandbox unless the team has `limit` of them; false if it has.
@@ -203,7 +209,8 @@ impl Db {
 
     /// Creating becomes running; false if it has ended meanwhile.
     pub async fn set_running(&self, id: &SandboxId, at: Timestamp) -> Result<bool, sqlx::Error> {
-        let sql = "UPDATE sandboxes SET state = 'running', started_at = $2 WHERE id = $1 AND state = 'creating'";
+        let sql =
+            "UPDATE sandboxes SET state = 'running', started_at = $2 WHERE id = $1 AND state = 'creating'";
         let done = sqlx::query(sql).bind(id.as_str()).bind(at.as_microsecond()).execute(&self.write).await?;
         Ok(done.rows_affected() == 1)
     }
@@ -219,7 +226,8 @@ impl Db {
     /// Sandboxes that the database believes in and `alive` does not hold have ended.
     pub async fn reconcile(&self, alive: &[SandboxId], reason: EndReason) -> Result<u64, sqlx::Error> {
         // Not those being created: the node may not have heard of them yet; their create settles them.
-        let known = sqlx::query("SELECT id FROM sandboxes WHERE state = 'running'").fetch_all(&self.read).await?;
+        let known =
+            sqlx::query("SELECT id FROM sandboxes WHERE state = 'running'").fetch_all(&self.read).await?;
         let mut ended = 0;
         for row in known {
             let id: SandboxId = row.try_get::<String, _>(0)?.parse().map_err(decode)?;
@@ -250,12 +258,20 @@ impl Db {
             .bind(before)
             .execute(&self.write)
             .await?;
-        sqlx::query("DELETE FROM idempotency WHERE created_at < $1").bind(before).execute(&self.write).await?;
+        sqlx::query("DELETE FROM idempotency WHERE created_at < $1")
+            .bind(before)
+            .execute(&self.write)
+            .await?;
         Ok(())
     }
 
     /// Sets when a running sandbox ends; with `only_later`, only if that is later. False if it does not run.
-    pub async fn set_end(&self, id: &SandboxId, end_at: Timestamp, only_later: bool) -> Result<bool, sqlx::Error> {
+    pub async fn set_end(
+        &self,
+        id: &SandboxId,
+        end_at: Timestamp,
+        only_later: bool,
+    ) -> Result<bool, sqlx::Error> {
         let sql = "UPDATE sandboxes SET end_at = CASE WHEN $3 = 1 AND end_at > $2 THEN end_at ELSE $2 END \
                    WHERE id = $1 AND state = 'running'";
         let done = sqlx::query(sql)
@@ -293,7 +309,8 @@ impl Db {
 
     /// All running sandboxes' IDs, of every team.
     pub async fn all_running(&self) -> Result<Vec<SandboxId>, sqlx::Error> {
-        let rows = sqlx::query("SELECT id FROM sandboxes WHERE state = 'running'").fetch_all(&self.read).await?;
+        let rows =
+            sqlx::query("SELECT id FROM sandboxes WHERE state = 'running'").fetch_all(&self.read).await?;
         rows.iter().map(|row| row.try_get::<String, _>(0)?.parse().map_err(decode)).collect()
     }
 
@@ -328,13 +345,20 @@ impl Db {
     }
 
     /// A claimed key made this sandbox; None gives the key up, as the create failed.
-    pub async fn settle(&self, team: &TeamId, key: &str, made: Option<&SandboxId>) -> Result<(), sqlx::Error> {
+    pub async fn settle(
+        &self,
+        team: &TeamId,
+        key: &str,
+        made: Option<&SandboxId>,
+    ) -> Result<(), sqlx::Error> {
         let query = match made {
             Some(id) => sqlx::query("UPDATE idempotency SET sandbox = $3 WHERE team = $1 AND key = $2")
                 .bind(team.as_str())
                 .bind(key)
                 .bind(id.as_str()),
-            None => sqlx::query("DELETE FROM idempotency WHERE team = $1 AND key = $2").bind(team.as_str()).bind(key),
+            None => sqlx::query("DELETE FROM idempotency WHERE team = $1 AND key = $2")
+                .bind(team.as_str())
+                .bind(key),
         };
         query.execute(&self.write).await?;
         Ok(())
@@ -409,6 +433,10 @@ mod tests {
         db.settle(&team, "k2", None).await.unwrap();
         assert_eq!(db.claim(&team, "k2", "h").await.unwrap(), Claim::New);
         db.begin().await.unwrap();
-        assert_eq!(db.claim(&team, "k2", "h").await.unwrap(), Claim::New, "a create cut off by a crash gives its key up");
+        assert_eq!(
+            db.claim(&team, "k2", "h").await.unwrap(),
+            Claim::New,
+            "a create cut off by a crash gives its key up"
+        );
     }
 }

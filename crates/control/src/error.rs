@@ -80,9 +80,13 @@ impl ApiError {
 
     /// 429: the team has as many sandboxes as it may have.
     pub fn too_many_sandboxes(limit: u64) -> Self {
-        let message =
-            format!("your team has {limit} sandboxes, as many as it may have; kill one, or raise sandboxes_per_team");
-        Self { retry_after: Some(5), ..Self::new(StatusCode::TOO_MANY_REQUESTS, "sandbox_limit_reached", message) }
+        let message = format!(
+            "your team has {limit} sandboxes, as many as it may have; kill one, or raise sandboxes_per_team"
+        );
+        Self {
+            retry_after: Some(5),
+            ..Self::new(StatusCode::TOO_MANY_REQUESTS, "sandbox_limit_reached", message)
+        }
     }
 
     /// 500: a defect or a broken host; the user learns only where to look.
@@ -119,8 +123,12 @@ impl From<ClientError> for ApiError {
         let detail = Some(chain(&error));
         let base = match &error {
             ClientError::Refused { body, .. } => match body.error_code.as_str() {
-                "sandbox_not_found" => Self::new(StatusCode::NOT_FOUND, "sandbox_not_found", body.message.clone()),
-                "template_not_found" => Self::new(StatusCode::NOT_FOUND, "template_not_found", body.message.clone()),
+                "sandbox_not_found" => {
+                    Self::new(StatusCode::NOT_FOUND, "sandbox_not_found", body.message.clone())
+                }
+                "template_not_found" => {
+                    Self::new(StatusCode::NOT_FOUND, "template_not_found", body.message.clone())
+                }
                 "sandbox_in_transition" => {
                     Self::new(StatusCode::CONFLICT, "sandbox_in_transition", body.message.clone())
                 }
@@ -134,7 +142,11 @@ impl From<ClientError> for ApiError {
                 },
                 "node_stopping" => Self {
                     retry_after: Some(5),
-                    ..Self::new(StatusCode::SERVICE_UNAVAILABLE, "node_stopping", "the server is shutting down")
+                    ..Self::new(
+                        StatusCode::SERVICE_UNAVAILABLE,
+                        "node_stopping",
+                        "the server is shutting down",
+                    )
                 },
                 "node_disk_full" => Self::new(
                     StatusCode::SERVICE_UNAVAILABLE,

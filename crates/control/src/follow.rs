@@ -18,7 +18,10 @@ const COMPARE: Duration = Duration::from_secs(60);
 pub async fn follow(control: Control) {
     loop {
         if let Err(error) = follow_once(&control).await {
-            tracing::warn!(error = error.detail.as_deref().unwrap_or(&error.message), "the node's events broke off");
+            tracing::warn!(
+                error = error.detail.as_deref().unwrap_or(&error.message),
+                "the node's events broke off"
+            );
         }
         tokio::time::sleep(RETRY).await;
     }
@@ -49,7 +52,8 @@ async fn record(control: &Control, event: Event) -> Result<(), ApiError> {
 
 /// What the database believes in and the node does not have has ended, unseen.
 async fn reconcile(control: &Control) -> Result<(), ApiError> {
-    let there: Vec<_> = control.config.node.sandboxes().await?.into_iter().map(|sandbox| sandbox.id).collect();
+    let there: Vec<_> =
+        control.config.node.sandboxes().await?.into_iter().map(|sandbox| sandbox.id).collect();
     let ended = control.config.db.reconcile(&there, EndReason::MachineDied).await?;
     if ended > 0 {
         tracing::warn!(ended, "sandboxes were gone from the node without a word");

@@ -76,7 +76,13 @@ pub fn write_secret(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 }
 
 /// The signature of a signed file URL (`e2b-protocol` 3.4): what the SDK computes for the query parts given.
-pub fn file_signature(token: &Secret, path: &str, operation: &str, user: &str, expiration: Option<&str>) -> String {
+pub fn file_signature(
+    token: &Secret,
+    path: &str,
+    operation: &str,
+    user: &str,
+    expiration: Option<&str>,
+) -> String {
     let mut text = format!("{path}:{operation}:{user}:{}", token.expose());
     if let Some(expiration) = expiration {
         text.push(':');

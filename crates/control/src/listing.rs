@@ -57,14 +57,18 @@ impl TryFrom<ListQuery> for Listing {
                 .map(|state| match state {
                     "running" => Ok(State::Running),
                     "paused" => Ok(State::Paused),
-                    other => Err(ApiError::invalid(format!("state: \"{other}\" is neither running nor paused"))),
+                    other => {
+                        Err(ApiError::invalid(format!("state: \"{other}\" is neither running nor paused")))
+                    }
                 })
                 .collect::<Result<_, _>>()?,
         };
         let ascending = match query.order.as_deref() {
             None | Some("desc") => false,
             Some("asc") => true,
-            Some(other) => return Err(ApiError::invalid(format!("order: \"{other}\" is neither asc nor desc"))),
+            Some(other) => {
+                return Err(ApiError::invalid(format!("order: \"{other}\" is neither asc nor desc")));
+            }
         };
         let started_after = query
             .started_after
@@ -79,7 +83,8 @@ impl TryFrom<ListQuery> for Listing {
             Some(Ok(limit @ 1..=PAGE)) => limit,
             Some(_) => return Err(ApiError::invalid(format!("limit: must be from 1 to {PAGE}"))),
         };
-        let after = query.next_token.as_deref().filter(|token| !token.is_empty()).map(Cursor::decode).transpose()?;
+        let after =
+            query.next_token.as_deref().filter(|token| !token.is_empty()).map(Cursor::decode).transpose()?;
         Ok(Self { metadata, states, ascending, started_after, template: query.template, limit, after })
     }
 }
@@ -137,7 +142,8 @@ impl Listing {
     /// The page of `sandboxes` that was asked for, and the token of the next page if there is one.
     pub fn page(&self, sandboxes: Vec<ListedSandbox>) -> (Vec<ListedSandbox>, Option<String>) {
         let mut found: Vec<_> = sandboxes.into_iter().filter(|sandbox| self.wants(sandbox)).collect();
-        let key = |sandbox: &ListedSandbox| (sandbox.started_at.as_microsecond(), sandbox.sandbox_id.to_string());
+        let key =
+            |sandbox: &ListedSandbox| (sandbox.started_at.as_microsecond(), sandbox.sandbox_id.to_string());
         found.sort_by_key(key);
         if !self.ascending {
             found.reverse();
@@ -223,7 +229,9 @@ mod tests {
 
     #[test]
     fn bad_parameters_are_named() {
-        for (name, value) in [("state", "x"), ("order", "x"), ("limit", "0"), ("limit", "101"), ("nextToken", "!")] {
+        for (name, value) in
+            [("state", "x"), ("order", "x"), ("limit", "0"), ("limit", "101"), ("nextToken", "!")]
+        {
             let text = format!("{{\"{name}\": \"{value}\"}}");
             let query: ListQuery = serde_json::from_str(&text).unwrap();
             let error = Listing::try_from(query).unwrap_err();

@@ -22,13 +22,18 @@ pub struct Logs(Arc<Mutex<VecDeque<LogLine>>>);
 impl Logs {
     /// Adds a line, cut at [`LINE_BYTES`]; the oldest goes when there are [`LINES`].
     pub fn push(&self, source: &str, text: &str) {
-        let end = text.char_indices().map(|(at, _)| at).take_while(|at| *at <= LINE_BYTES).last().unwrap_or(0);
+        let end =
+            text.char_indices().map(|(at, _)| at).take_while(|at| *at <= LINE_BYTES).last().unwrap_or(0);
         let text = if text.len() > LINE_BYTES { &text[..end] } else { text };
         let mut lines = self.0.lock();
         if lines.len() == LINES {
             lines.pop_front();
         }
-        lines.push_back(LogLine { at: jiff::Timestamp::now(), source: source.to_owned(), text: text.to_owned() });
+        lines.push_back(LogLine {
+            at: jiff::Timestamp::now(),
+            source: source.to_owned(),
+            text: text.to_owned(),
+        });
     }
 
     /// All lines, oldest first.

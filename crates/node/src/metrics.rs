@@ -32,7 +32,8 @@ impl Samples {
     /// The samples from `start` to `end`, both inclusive, oldest first.
     pub fn between(&self, start: Option<Timestamp>, end: Option<Timestamp>) -> Vec<SandboxMetric> {
         let inside = |sample: &&SandboxMetric| {
-            start.is_none_or(|start| sample.timestamp >= start) && end.is_none_or(|end| sample.timestamp <= end)
+            start.is_none_or(|start| sample.timestamp >= start)
+                && end.is_none_or(|end| sample.timestamp <= end)
         };
         self.0.lock().iter().filter(inside).cloned().collect()
     }

@@ -51,10 +51,13 @@ fn machines_of(root: &Path) -> Vec<rustix::process::Pid> {
     let Ok(entries) = std::fs::read_dir("/proc") else { return found };
     let needle = [root.as_os_str().as_encoded_bytes(), b"/"].concat();
     for entry in entries.flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
+            continue;
+        };
         let Ok(arguments) = std::fs::read(entry.path().join("cmdline")) else { continue };
         let program = arguments.split(|byte| *byte == 0).next().unwrap_or_default();
-        let is_machine = program.rsplit(|byte| *byte == b'/').next().is_some_and(|n| n.starts_with(b"qemu-system-"));
+        let is_machine =
+            program.rsplit(|byte| *byte == b'/').next().is_some_and(|n| n.starts_with(b"qemu-system-"));
         if is_machine && arguments.windows(needle.len()).any(|window| window == needle.as_slice()) {
             found.extend(rustix::process::Pid::from_raw(pid));
         }
@@ -73,20 +76,17 @@ mod tests {
         let data = DataDir::open(root.path()).unwrap();
         std::fs::create_dir(data.sandboxes().join("iabc")).unwrap();
         let path = data.sandboxes().join("iabc/delta.qcow2").display().to_string();
-        let start = |name: &str, argument: &str| {
-            let mut command = std::process::Command::new("sleep");
-            command.arg0(name).args(["600"]).env("X", "y");
-            // The path stands in an argument, as it does for a machine; sleep adds up its arguments.
-            let _ = argument;
-            command.arg("0").spawn().unwrap()
+        // A shell that waits for input, under a machine's name and with `argument` among its arguments.
+        let start = |argument: &str| {
+            std::process::Command::new("sh")
+                .arg0("qemu-system-x86_64")
+                .args(["-c", "read line", argument])
+                .stdin(std::process::Stdio::piped())
+                .spawn()
+                .unwrap()
         };
-        // `sleep` refuses a path as an argument, so a shell carries it in $0's place.
-        let mut machine = std::process::Command::new("sh")
-            .arg0("qemu-system-x86_64")
-            .args(["-c", "while :; do sleep 1; done", &path])
-            .spawn()
-            .unwrap();
-        let mut other = start("qemu-system-x86_64", "");
+        let mut machine = start(&path);
+        let mut other = start("/elsewhere/sandboxes/iabc/delta.qcow2");
         std::thread::sleep(Duration::from_millis(100));
         let reaper = std::thread::spawn(move || machine.wait());
         let swept = sweep(&data).unwrap();

@@ -9,9 +9,9 @@ use proto::{BuildId, TemplateId};
 use store::layout::DataDir;
 use store::template::{DISK, Description, MEMORY, STATE, Template};
 
+use crate::NodeError;
 use crate::logs::{Logs, follow_console};
 use crate::machine::{BootSpec, Driver, MachineError, Started};
-use crate::NodeError;
 
 /// From power-on to the ready line: 2.5 s under TCG on a quiet machine.
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
@@ -105,16 +105,20 @@ async fn build_in(
     Ok(tokio::task::spawn_blocking(publish).await.map_err(|_| NodeError::OwnerLost)??)
 }
 
-async fn boot_and_park(driver: &dyn Driver, spec: &BootSpec, state: &std::path::Path) -> Result<(), NodeError> {
+async fn boot_and_park(
+    driver: &dyn Driver,
+    spec: &BootSpec,
+    state: &std::path::Path,
+) -> Result<(), NodeError> {
     let Started { mut machine, link, console } = driver.boot(spec).await?;
     let logs = Logs::default();
     let (ready, is_ready) = tokio::sync::oneshot::channel();
     let mut ready = Some(ready);
     let follow = follow_console(console, logs.clone(), move |line| {
-        if line.contains(proto::guest::READY_LINE) {
-            if let Some(ready) = ready.take() {
-                let _ = ready.send(());
-            }
+        if line.contains(proto::guest::READY_LINE)
+            && let Some(ready) = ready.take()
+        {
+            let _ = ready.send(());
         }
     });
     let follow = tokio::spawn(follow);

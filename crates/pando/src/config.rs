@@ -103,9 +103,10 @@ impl Config {
         let config = match path {
             None => Self::default(),
             Some(path) => {
-                let text =
-                    std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-                toml::from_str(&text).with_context(|| format!("{} is not a valid configuration", path.display()))?
+                let text = std::fs::read_to_string(path)
+                    .with_context(|| format!("cannot read {}", path.display()))?;
+                toml::from_str(&text)
+                    .with_context(|| format!("{} is not a valid configuration", path.display()))?
             }
         };
         config.check()?;
@@ -133,10 +134,10 @@ impl Config {
         if self.limits.uid_base < 1000 {
             wrong.push("limits.uid_base: must be at least 1000, so that no machine runs as a system user");
         }
-        if let Some(domain) = &self.domain {
-            if domain.is_empty() || domain.contains('/') {
-                wrong.push("domain: must be a host name, with a port if needed");
-            }
+        if let Some(domain) = &self.domain
+            && (domain.is_empty() || domain.contains('/'))
+        {
+            wrong.push("domain: must be a host name, with a port if needed");
         }
         if wrong.is_empty() { Ok(()) } else { bail!("the configuration is wrong:\n  {}", wrong.join("\n  ")) }
     }
@@ -167,7 +168,10 @@ mod tests {
         assert!(load("lisen = '127.0.0.1:1'").unwrap_err().contains("lisen"));
         let faults = load("[template]\nvcpus = 0\nmemory_mib = 1").unwrap_err();
         assert!(faults.contains("vcpus") && faults.contains("memory_mib"), "{faults}");
-        assert_eq!(load("listen = '127.0.0.1:9'\n[limits]\nmax_sandboxes = 5").unwrap().limits.max_sandboxes, 5);
+        assert_eq!(
+            load("listen = '127.0.0.1:9'\n[limits]\nmax_sandboxes = 5").unwrap().limits.max_sandboxes,
+            5
+        );
     }
 
     /// The documented example is the default configuration.

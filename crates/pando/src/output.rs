@@ -46,8 +46,11 @@ pub(crate) fn table(heading: &[&str], rows: &[Vec<String>]) -> Result<()> {
         }
     }
     let print = |cells: Vec<&str>| {
-        let padded: Vec<String> =
-            cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}", width = *width)).collect();
+        let padded: Vec<String> = cells
+            .iter()
+            .zip(&widths)
+            .map(|(cell, width)| format!("{cell:<width$}", width = *width))
+            .collect();
         line(padded.join("  ").trim_end())
     };
     print(heading.to_vec())?;

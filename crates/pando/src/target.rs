@@ -56,7 +56,9 @@ impl Target {
                 "there is no API key in {}; start `pando serve` once, or set E2B_API_KEY",
                 self.data_dir.display()
             ),
-            Err(error) => Err(error).with_context(|| format!("cannot read the API key in {}", path.display())),
+            Err(error) => {
+                Err(error).with_context(|| format!("cannot read the API key in {}", path.display()))
+            }
         }
     }
 

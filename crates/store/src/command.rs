@@ -30,14 +30,16 @@ pub enum CommandError {
 /// Runs `command` to its end and returns its standard output. `package` names the Debian package that has the program.
 pub fn run(command: &mut Command, package: &'static str) -> Result<Vec<u8>, CommandError> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|source| CommandError::Start { program: program.clone(), package, source })?;
+    let output = command.stdin(Stdio::null()).output().map_err(|source| CommandError::Start {
+        program: program.clone(),
+        package,
+        source,
+    })?;
     if output.status.success() {
         return Ok(output.stdout);
     }
-    let text = String::from_utf8_lossy(if output.stderr.is_empty() { &output.stdout } else { &output.stderr });
+    let text =
+        String::from_utf8_lossy(if output.stderr.is_empty() { &output.stdout } else { &output.stderr });
     let lines: Vec<&str> = text.lines().collect();
     let tail = lines[lines.len().saturating_sub(15)..].join("\n");
     Err(CommandError::Failed { program, status: output.status, tail })
@@ -51,7 +53,10 @@ mod tests {
     fn failure_shows_the_last_lines() {
         let error = run(Command::new("sh").args(["-c", "seq 1 100 >&2; exit 3"]), "dash").unwrap_err();
         let text = error.to_string();
-        assert!(text.contains("exit status: 3") && text.contains("100") && !text.contains("\n50\n"), "{text}");
+        assert!(
+            text.contains("exit status: 3") && text.contains("100") && !text.contains("\n50\n"),
+            "{text}"
+        );
     }
 
     #[test]

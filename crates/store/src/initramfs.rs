@@ -26,7 +26,12 @@ pub fn write(agent: &Path, modules: &Path, target: &Path) -> Result<(), Error> {
     }
     names.sort();
     for name in names {
-        archive.add(&format!("modules/{}", name.to_string_lossy()), REGULAR, &read(&modules.join(&name))?, (0, 0));
+        archive.add(
+            &format!("modules/{}", name.to_string_lossy()),
+            REGULAR,
+            &read(&modules.join(&name))?,
+            (0, 0),
+        );
     }
     std::fs::write(target, archive.finish()).map_err(Error::io("write", target))
 }

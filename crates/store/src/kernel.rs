@@ -23,7 +23,8 @@ const ELF_MAGIC: &[u8] = b"\x7fELF";
 ///
 /// The meta package names the one with the files; `apt-get download` needs no root and installs nothing.
 pub fn fetch_package(work: &Path) -> Result<PathBuf, Error> {
-    let depends = command::run(Command::new("apt-cache").args(["depends", "linux-image-cloud-amd64"]), "apt")?;
+    let depends =
+        command::run(Command::new("apt-cache").args(["depends", "linux-image-cloud-amd64"]), "apt")?;
     let depends = String::from_utf8_lossy(&depends);
     let name = depends
         .lines()
@@ -37,7 +38,9 @@ pub fn fetch_package(work: &Path) -> Result<PathBuf, Error> {
             )
         })?;
     command::run(
-        Command::new("apt-get").args(["-q", "-o", "APT::Sandbox::User=root", "download", name]).current_dir(work),
+        Command::new("apt-get")
+            .args(["-q", "-o", "APT::Sandbox::User=root", "download", name])
+            .current_dir(work),
         "apt",
     )?;
     let package = only_file(work, ".deb")?;
@@ -125,7 +128,8 @@ pub fn collect_modules(package: &Path, target: &Path) -> Result<(), Error> {
         Some(entry) => entry.map_err(Error::io("list", &lib))?.path(),
         None => return Err(Error::format(&lib, "a kernel package's modules", "it is empty")),
     };
-    let version_name = version.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let version_name =
+        version.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     command::run(Command::new("depmod").arg("-b").arg(package).arg(&version_name), "kmod")?;
     let dep_file = version.join("modules.dep");
     let dependencies = std::fs::read_to_string(&dep_file).map_err(Error::io("read", &dep_file))?;
@@ -173,7 +177,12 @@ mod tests {
                    kernel/v/virtio.ko:\n";
         assert_eq!(
             load_order(dep, &["virtio", "virtio_net", "built_in"]),
-            ["kernel/v/virtio.ko", "kernel/net/failover.ko", "kernel/d/net_failover.ko", "kernel/d/virtio_net.ko"]
+            [
+                "kernel/v/virtio.ko",
+                "kernel/net/failover.ko",
+                "kernel/d/net_failover.ko",
+                "kernel/d/virtio_net.ko"
+            ]
         );
     }
 

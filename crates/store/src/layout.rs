@@ -28,7 +28,11 @@ impl DataDir {
     /// Opens the directory and makes what is missing of its structure.
     pub fn open(root: &Path) -> Result<Self, Error> {
         let make = |path: &Path, mode: u32| {
-            std::fs::DirBuilder::new().recursive(true).mode(mode).create(path).map_err(Error::io("create", path))
+            std::fs::DirBuilder::new()
+                .recursive(true)
+                .mode(mode)
+                .create(path)
+                .map_err(Error::io("create", path))
         };
         make(root, 0o755)?;
         let root = root.canonicalize().map_err(Error::io("find", root))?;
@@ -101,7 +105,8 @@ impl DataDir {
         let tmp = self.tmp();
         for entry in std::fs::read_dir(&tmp).map_err(Error::io("list", &tmp))? {
             let path = entry.map_err(Error::io("list", &tmp))?.path();
-            let removed = if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+            let removed =
+                if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
             removed.map_err(Error::io("remove", &path))?;
         }
         Ok(())

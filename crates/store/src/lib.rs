@@ -56,7 +56,9 @@ pub enum Error {
         problem: String,
     },
     /// A template's file is not the one its manifest describes.
-    #[error("{path} differs from the template's manifest: {problem}; rebuild it with `pando setup --rebuild`")]
+    #[error(
+        "{path} differs from the template's manifest: {problem}; rebuild it with `pando setup --rebuild`"
+    )]
     Damaged {
         /// The file.
         path: PathBuf,

@@ -23,8 +23,11 @@ pub fn load_sealed(path: &Path) -> Result<OwnedFd, Error> {
     target.set_len(length).map_err(Error::io("load", path))?;
     copy_sparse(&mut source, &mut target).map_err(Error::io("load", path))?;
     let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-    rustix::fs::fcntl_add_seals(&target, seals)
-        .map_err(|errno| Error::Io { verb: "seal", path: path.to_owned(), source: errno.into() })?;
+    rustix::fs::fcntl_add_seals(&target, seals).map_err(|errno| Error::Io {
+        verb: "seal",
+        path: path.to_owned(),
+        source: errno.into(),
+    })?;
     Ok(target.into())
 }
 

@@ -36,7 +36,9 @@ pub fn create(layer: &Path, backing: &Path, size: u64) -> Result<(), Error> {
         .open(layer)
         .map_err(Error::io("create", layer))?;
     let mut write_at = |offset: u64, bytes: &[u8]| {
-        file.seek(SeekFrom::Start(offset)).and_then(|_| file.write_all(bytes)).map_err(Error::io("write", layer))
+        file.seek(SeekFrom::Start(offset))
+            .and_then(|_| file.write_all(bytes))
+            .map_err(Error::io("write", layer))
     };
     write_at(0, &header(name, size, l1_entries as u32))?;
     write_at(CLUSTER, &(2 * CLUSTER).to_be_bytes())?;

@@ -12,8 +12,25 @@ use crate::{Error, command};
 const SUITE: &str = "bookworm";
 
 const PACKAGES: [&str; 19] = [
-    "bash", "ca-certificates", "curl", "git", "iproute2", "iputils-ping", "less", "nano", "ncurses-bin",
-    "nodejs", "npm", "openssh-client", "procps", "python3", "python3-pip", "python3-venv", "sudo", "unzip", "xz-utils",
+    "bash",
+    "ca-certificates",
+    "curl",
+    "git",
+    "iproute2",
+    "iputils-ping",
+    "less",
+    "nano",
+    "ncurses-bin",
+    "nodejs",
+    "npm",
+    "openssh-client",
+    "procps",
+    "python3",
+    "python3-pip",
+    "python3-venv",
+    "sudo",
+    "unzip",
+    "xz-utils",
 ];
 
 /// Run in the new root by `/bin/sh -e`. `/code` and the open `/usr/local` are E2B's. The SDKs run every command by
@@ -46,7 +63,10 @@ pub fn build_debian(work: &Path, disk: &Path, size_mib: u64) -> Result<(), Error
         .args(["--quiet", "--variant=minbase", "--components=main"])
         .arg(format!("--include={}", PACKAGES.join(",")))
         .args(["--aptopt=Acquire::Retries \"3\"", "--dpkgopt=path-exclude=/usr/share/man/*"])
-        .args(["--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-include=/usr/share/doc/*/copyright"])
+        .args([
+            "--dpkgopt=path-exclude=/usr/share/doc/*",
+            "--dpkgopt=path-include=/usr/share/doc/*/copyright",
+        ])
         .args(["--dpkgopt=path-exclude=/usr/share/locale/*"])
         .arg(format!("--customize-hook=chroot \"$1\" /bin/sh -e < '{}'", script.display()))
         .arg(SUITE)

@@ -100,7 +100,7 @@ pub fn list(data: &DataDir) -> Result<(Vec<Template>, Vec<Error>), Error> {
             Err(error) => damaged.push(error),
         }
     }
-    whole.sort_by(|a, b| a.manifest.created_at.cmp(&b.manifest.created_at));
+    whole.sort_by_key(|a| a.manifest.created_at);
     Ok((whole, damaged))
 }
 

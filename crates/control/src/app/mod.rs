@@ -126,7 +126,8 @@ fn find_template(templates: &[TemplateView], name: &str) -> Option<TemplateView>
     let bare = name.strip_suffix(":default").unwrap_or(name);
     let bare = bare.strip_prefix("default/").unwrap_or(bare);
     let is = |template: &&TemplateView| {
-        template.manifest.template_id.as_str() == name || template.manifest.aliases.iter().any(|alias| alias == bare)
+        template.manifest.template_id.as_str() == name
+            || template.manifest.aliases.iter().any(|alias| alias == bare)
     };
     // The newest of a name is the one meant.
     templates.iter().filter(is).max_by_key(|template| template.manifest.created_at).cloned()

@@ -1,5 +1,7 @@
 //! What requests about sandboxes do.
 
+use std::collections::BTreeMap;
+
 use jiff::{SignedDuration, Timestamp};
 use proto::api::{ListedSandbox, NewSandbox, Sandbox, State};
 use proto::guest::ENVD_VERSION;
@@ -21,48 +23,31 @@ const MAX_REFRESH: i64 = 3600;
 const MAX_PAIRS: usize = 256;
 const MAX_TEXT: usize = 64 << 10;
 
-/// A request for a sandbox, checked.
-#[derive(Debug)]
-pub struct CreatePlan {
-    name: String,
-    timeout: SignedDuration,
-    metadata: std::collections::BTreeMap<String, String>,
-    env: std::collections::BTreeMap<String, String>,
-    internet: bool,
-}
-
-impl CreatePlan {
-    /// Checks a request; `default_timeout` is the version's, in seconds.
-    pub fn check(new: NewSandbox, default_timeout: i64, max_timeout: i64) -> Result<Self, ApiError> {
-        refuse_unsupported(&new)?;
-        if new.template_id.is_empty() {
-            return Err(ApiError::invalid("templateID: must not be empty"));
+/// Checks a request and returns its time to live; `default_timeout` is the version's, in seconds.
+pub fn check(new: &NewSandbox, default_timeout: i64, max_timeout: i64) -> Result<SignedDuration, ApiError> {
+    refuse_unsupported(new)?;
+    if new.template_id.is_empty() {
+        return Err(ApiError::invalid("templateID: must not be empty"));
+    }
+    let env = new.env_vars.iter().flatten();
+    for (name, value) in env.clone() {
+        if name.is_empty() || name.contains(['=', '\0']) {
+            return Err(ApiError::invalid(format!("envVars: \"{name}\" is not a variable's name")));
         }
-        let env = new.env_vars.unwrap_or_default();
-        for name in env.keys() {
-            if name.is_empty() || name.contains(['=', '\0']) {
-                return Err(ApiError::invalid(format!("envVars: \"{name}\" is not a variable's name")));
-            }
-        }
-        if let Some((name, _)) = env.iter().find(|(_, value)| value.contains('\0')) {
+        if value.contains('\0') {
             return Err(ApiError::invalid(format!("envVars: the value of \"{name}\" holds a NUL")));
         }
-        let metadata = new.metadata.unwrap_or_default();
-        for (field, pairs) in [("metadata", &metadata), ("envVars", &env)] {
-            let bytes: usize = pairs.iter().map(|(key, value)| key.len() + value.len()).sum();
-            if pairs.len() > MAX_PAIRS || bytes > MAX_TEXT {
-                let text = format!("{field}: at most {MAX_PAIRS} pairs and {MAX_TEXT} bytes");
-                return Err(ApiError::invalid(text));
-            }
-        }
-        Ok(Self {
-            name: new.template_id,
-            timeout: checked_timeout(new.timeout.unwrap_or(default_timeout), max_timeout)?,
-            metadata,
-            env,
-            internet: new.allow_internet_access.unwrap_or(true),
-        })
     }
+    for (field, pairs) in [("metadata", &new.metadata), ("envVars", &new.env_vars)] {
+        let pairs = pairs.iter().flatten();
+        let bytes: usize = pairs.clone().map(|(key, value)| key.len() + value.len()).sum();
+        if pairs.count() > MAX_PAIRS || bytes > MAX_TEXT {
+            return Err(ApiError::invalid(format!(
+                "{field}: at most {MAX_PAIRS} pairs and {MAX_TEXT} bytes"
+            )));
+        }
+    }
+    checked_timeout(new.timeout.unwrap_or(default_timeout), max_timeout)
 }
 
 /// Fields that E2B has and Pando does not have yet. A value that asks for nothing is let through.
@@ -72,7 +57,9 @@ fn refuse_unsupported(new: &NewSandbox) -> Result<(), ApiError> {
     }
     let asks_nothing = |value: &Value| match value {
         Value::Null => true,
-        Value::Object(map) => map.is_empty() || (map.len() == 1 && map.get("enabled") == Some(&Value::Bool(false))),
+        Value::Object(map) => {
+            map.is_empty() || (map.len() == 1 && map.get("enabled") == Some(&Value::Bool(false)))
+        }
         Value::Array(items) => items.is_empty(),
         _ => false,
     };
@@ -103,13 +90,24 @@ fn to_microseconds(time: Timestamp) -> Timestamp {
 }
 
 impl Control {
-    /// Creates a sandbox; returns when its guest is ready.
-    pub async fn create(&self, team: TeamId, plan: CreatePlan) -> Result<Sandbox, ApiError> {
-        let template = self.template(&plan.name).await?;
+    /// Creates a sandbox from a checked request; returns when its guest is ready.
+    pub async fn create(
+        &self,
+        team: TeamId,
+        new: NewSandbox,
+        timeout: SignedDuration,
+    ) -> Result<Sandbox, ApiError> {
+        let template = self.template(&new.template_id).await?;
         let random = keys::random().map_err(|error| ApiError::internal(&error))?;
         let id = SandboxId::from_random(random);
         let now = to_microseconds(Timestamp::now());
-        let row = new_row(&id, &team, &template, &plan, now);
+        let internet = new.allow_internet_access.unwrap_or(true);
+        let row = SandboxRow {
+            metadata: new.metadata.unwrap_or_default(),
+            internet,
+            end_at: now + timeout,
+            ..row_of(&id, &team, &template, now)
+        };
         let limit = self.config.sandboxes_per_team;
         if !self.config.db.insert_sandbox(&row, limit).await? {
             return Err(ApiError::too_many_sandboxes(limit));
@@ -117,10 +115,10 @@ impl Control {
         let spec = SandboxSpec {
             id: id.clone(),
             template: template.manifest.template_id.clone(),
-            env: plan.env,
+            env: new.env_vars.unwrap_or_default(),
             access_token: self.config.seed.envd_token(&id),
             end_at: row.end_at,
-            internet: plan.internet,
+            internet,
         };
         let view = match self.config.node.ensure(&spec).await {
             Ok(view) => view,
@@ -142,7 +140,8 @@ impl Control {
         team: TeamId,
         key: String,
         body_hash: String,
-        plan: CreatePlan,
+        new: NewSandbox,
+        timeout: SignedDuration,
     ) -> Result<Sandbox, ApiError> {
         if key.is_empty() || key.len() > 255 || !key.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
             return Err(ApiError::invalid("Idempotency-Key: must be 1 to 255 letters, digits and dashes"));
@@ -159,7 +158,7 @@ impl Control {
             }
             Claim::Done(id) => return Ok(self.sandbox(&self.running(&team, &id).await?)),
         }
-        let outcome = self.create(team.clone(), plan).await;
+        let outcome = self.create(team.clone(), new, timeout).await;
         let made = outcome.as_ref().ok().map(|sandbox| &sandbox.sandbox_id);
         self.config.db.settle(&team, &key, made).await?;
         outcome
@@ -266,18 +265,19 @@ impl Control {
     }
 }
 
-fn new_row(id: &SandboxId, team: &TeamId, template: &TemplateView, plan: &CreatePlan, now: Timestamp) -> SandboxRow {
+/// The row of a sandbox that is about to be created, with nothing asked of it.
+fn row_of(id: &SandboxId, team: &TeamId, template: &TemplateView, now: Timestamp) -> SandboxRow {
     let manifest = &template.manifest;
     SandboxRow {
         id: id.clone(),
         team: team.clone(),
         template: manifest.template_id.clone(),
         alias: manifest.aliases.first().cloned(),
-        metadata: plan.metadata.clone(),
-        internet: plan.internet,
+        metadata: BTreeMap::new(),
+        internet: true,
         state: RowState::Creating,
         started_at: now,
-        end_at: now + plan.timeout,
+        end_at: now,
         cpu_count: manifest.machine.vcpus,
         memory_mb: manifest.machine.memory_mib,
         disk_mb: manifest.machine.disk_mib,
@@ -306,13 +306,13 @@ pub fn listed(row: &SandboxRow) -> ListedSandbox {
 mod tests {
     use super::*;
 
-    fn check(text: &str) -> Result<CreatePlan, ApiError> {
-        CreatePlan::check(serde_json::from_str(text).unwrap(), 300, 3600)
+    fn check_text(text: &str) -> Result<SignedDuration, ApiError> {
+        check(&serde_json::from_str(text).unwrap(), 300, 3600)
     }
 
     #[test]
     fn fields_are_honoured_or_refused_by_name() {
-        assert!(check(r#"{"templateID":"base","secure":true,"autoPause":false,"network":{}}"#).is_ok());
+        assert!(check_text(r#"{"templateID":"base","secure":true,"autoPause":false,"network":{}}"#).is_ok());
         for (body, field) in [
             (r#"{"templateID":""}"#, "templateID"),
             (r#"{"templateID":"b","timeout":0}"#, "timeout"),
@@ -326,7 +326,7 @@ mod tests {
             (r#"{"templateID":"b","envVars":{"A=B":"1"}}"#, "envVars"),
             (r#"{"templateID":"b","envVars":{"A":"\u0000"}}"#, "envVars"),
         ] {
-            let error = check(body).unwrap_err();
+            let error = check_text(body).unwrap_err();
             assert_eq!(error.status, 400, "{body}");
             assert!(error.message.contains(field), "{body}: {}", error.message);
         }

@@ -46,7 +46,10 @@ fn json_error(error: &JsonRejection) -> ApiError {
         with_path.get_or_insert_with(|| source.to_string());
         cause = source;
     }
-    ApiError::invalid(format!("the request body is not what this route takes: {}", with_path.unwrap_or_else(|| error.to_string())))
+    ApiError::invalid(format!(
+        "the request body is not what this route takes: {}",
+        with_path.unwrap_or_else(|| error.to_string())
+    ))
 }
 
 /// A query; an unknown or malformed parameter is named.
@@ -58,7 +61,8 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Params<T> {
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let query: Result<Query<T>, QueryRejection> = Query::from_request_parts(parts, state).await;
         query.map(|Query(value)| Self(value)).map_err(|error| {
-            let cause = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+            let cause =
+                std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
             ApiError::invalid(format!("the query is not what this route takes: {cause}"))
         })
     }

@@ -62,6 +62,9 @@ mod tests {
             std::fs::write(path, &text).unwrap();
         }
         let golden = std::fs::read_to_string(path).unwrap_or_default();
-        assert!(golden == text, "docs/openapi.json is stale; run PANDO_BLESS=1 cargo nextest run -p control golden");
+        assert!(
+            golden == text,
+            "docs/openapi.json is stale; run PANDO_BLESS=1 cargo nextest run -p control golden"
+        );
     }
 }

@@ -16,7 +16,7 @@ use utoipa::ToSchema;
 
 use super::NEXT_TOKEN;
 use super::extract::{Body, Id, Params};
-use crate::app::sandbox::{CreatePlan, listed};
+use crate::app::sandbox::{check, listed};
 use crate::app::{Caller, Control, detached};
 use crate::error::ApiError;
 use crate::keys;
@@ -59,13 +59,14 @@ async fn create(
     body: Body<NewSandbox>,
     default_timeout: i64,
 ) -> Result<Response, ApiError> {
-    let plan = CreatePlan::check(body.value, default_timeout, control.config.max_timeout)?;
+    let new = body.value;
+    let timeout = check(&new, default_timeout, control.config.max_timeout)?;
     let key = headers.get("idempotency-key").map(|value| value.to_str().unwrap_or_default().to_owned());
     let body_hash = keys::hash(&String::from_utf8_lossy(&body.bytes));
     let sandbox = detached(async move {
         match key {
-            Some(key) => control.create_once(caller.team, key, body_hash, plan).await,
-            None => control.create(caller.team, plan).await,
+            Some(key) => control.create_once(caller.team, key, body_hash, new, timeout).await,
+            None => control.create(caller.team, new, timeout).await,
         }
     })
     .await?;
@@ -125,7 +126,11 @@ pub(crate) async fn get(
 /// Ends a sandbox; answers when nothing of it is left.
 #[utoipa::path(delete, path = "/sandboxes/{sandboxID}", tag = "sandboxes", params(("sandboxID" = String, Path)),
     responses((status = 204), (status = "default", body = ErrorBody)))]
-pub(crate) async fn kill(State(control): State<Control>, caller: Caller, Id(id): Id) -> Result<StatusCode, ApiError> {
+pub(crate) async fn kill(
+    State(control): State<Control>,
+    caller: Caller,
+    Id(id): Id,
+) -> Result<StatusCode, ApiError> {
     detached(async move { control.kill(caller.team, id).await }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -203,10 +208,10 @@ pub(crate) async fn metrics(
     Params(window): Params<Window>,
 ) -> Result<Json<Vec<SandboxMetric>>, ApiError> {
     control.running(&caller.team, &id).await?;
-    if let (Some(start), Some(end)) = (window.start, window.end) {
-        if start > end {
-            return Err(ApiError::invalid("start: must not be after end"));
-        }
+    if let (Some(start), Some(end)) = (window.start, window.end)
+        && start > end
+    {
+        return Err(ApiError::invalid("start: must not be after end"));
     }
     Ok(Json(control.config.node.metrics(&id, window.start, window.end).await?))
 }
@@ -239,10 +244,10 @@ pub(crate) async fn metrics_of_many(
     let mut sandboxes = BTreeMap::new();
     for id in ids {
         let Ok(id) = proto::SandboxId::parse_lenient(id) else { continue };
-        if control.running(&caller.team, &id).await.is_ok() {
-            if let Some(latest) = control.config.node.metrics(&id, None, None).await?.pop() {
-                sandboxes.insert(id.to_string(), latest);
-            }
+        if control.running(&caller.team, &id).await.is_ok()
+            && let Some(latest) = control.config.node.metrics(&id, None, None).await?.pop()
+        {
+            sandboxes.insert(id.to_string(), latest);
         }
     }
     Ok(Json(ManyMetrics { sandboxes }))
@@ -308,7 +313,9 @@ pub(crate) async fn logs_v2(
     let rank = |level: &str| ["debug", "info", "warn", "error"].iter().position(|known| *known == level);
     let least = match query.level.as_deref() {
         None => 0,
-        Some(level) => rank(level).ok_or_else(|| ApiError::invalid("level: must be debug, info, warn or error"))?,
+        Some(level) => {
+            rank(level).ok_or_else(|| ApiError::invalid("level: must be debug, info, warn or error"))?
+        }
     };
     control.running(&caller.team, &id).await?;
     let mut lines = control.config.node.logs(&id).await?;

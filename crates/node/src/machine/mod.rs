@@ -152,7 +152,9 @@ pub enum MachineError {
     #[error(transparent)]
     Store(#[from] store::Error),
     /// The template was made on another kind of machine.
-    #[error("the template was made on {template}, this node runs {here}; rebuild it with `pando setup --rebuild`")]
+    #[error(
+        "the template was made on {template}, this node runs {here}; rebuild it with `pando setup --rebuild`"
+    )]
     OtherMachine {
         /// What the template needs.
         template: String,

@@ -14,8 +14,8 @@ use store::layout::DataDir;
 use tokio::io::AsyncReadExt;
 use tokio::process::Command;
 
-use super::qemu::{Accelerator, Qemu};
 use super::MachineError;
+use super::qemu::{Accelerator, Qemu};
 
 /// Hardware boots the guest's kernel in well under a second.
 pub const LIMIT: Duration = Duration::from_secs(10);
@@ -67,9 +67,10 @@ async fn probe(data: &DataDir) -> (bool, String) {
     }
     match run_probe(data).await {
         Ok(true) => (true, "a probe machine ran under KVM".to_owned()),
-        Ok(false) => {
-            (false, format!("/dev/kvm is there, but a probe machine said nothing within {} s", LIMIT.as_secs()))
-        }
+        Ok(false) => (
+            false,
+            format!("/dev/kvm is there, but a probe machine said nothing within {} s", LIMIT.as_secs()),
+        ),
         Err(error) => (false, format!("a probe machine under KVM could not be run: {error}")),
     }
 }

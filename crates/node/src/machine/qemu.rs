@@ -69,7 +69,8 @@ impl Qemu {
             .output()
             .map_err(|source| MachineError::Start { program: PROGRAM, package: PACKAGE, source })?;
         let text = String::from_utf8_lossy(&output.stdout);
-        let version = text.lines().next().unwrap_or_default().trim_start_matches("QEMU emulator version ").to_owned();
+        let version =
+            text.lines().next().unwrap_or_default().trim_start_matches("QEMU emulator version ").to_owned();
         let identity = match accelerator {
             Accelerator::Kvm => "qemu-kvm",
             Accelerator::Tcg => "qemu-tcg",
@@ -97,7 +98,12 @@ impl Qemu {
     }
 
     /// Starts QEMU with the arguments that boot and restore share, plus `extra`. `memory` is a path QEMU can open.
-    fn spawn(&self, shared: &Shared<'_>, extra: &[String], mut fds: Vec<OwnedFd>) -> Result<Spawned, MachineError> {
+    fn spawn(
+        &self,
+        shared: &Shared<'_>,
+        extra: &[String],
+        mut fds: Vec<OwnedFd>,
+    ) -> Result<Spawned, MachineError> {
         let io = |verb| move |source| MachineError::Io { verb, source };
         let (link, link_theirs) = socket_pair().map_err(io("make a link"))?;
         let (console, console_theirs) = socket_pair().map_err(io("make a console"))?;
@@ -112,7 +118,12 @@ impl Qemu {
             .args(["-object", &memory_backend(shared)])
             .args(["-nodefaults", "-no-user-config", "-nographic", "-no-reboot"])
             .args(["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"])
-            .args(["-chardev", &format!("socket,id=con,fd={}", console_theirs.as_raw_fd()), "-serial", "chardev:con"])
+            .args([
+                "-chardev",
+                &format!("socket,id=con,fd={}", console_theirs.as_raw_fd()),
+                "-serial",
+                "chardev:con",
+            ])
             .args(["-chardev", &format!("socket,id=qmp,fd={}", control_theirs.as_raw_fd())])
             .args(["-mon", "chardev=qmp,mode=control"])
             .args(["-netdev", &format!("stream,id=net,addr.type=fd,addr.str={}", link_theirs.as_raw_fd())])
@@ -129,8 +140,11 @@ impl Qemu {
             .kill_on_drop(true);
         fds.extend([link_theirs, console_theirs, control_theirs]);
         sys::confine(&mut command, shared.uid, &fds);
-        let child =
-            command.spawn().map_err(|source| MachineError::Start { program: PROGRAM, package: PACKAGE, source })?;
+        let child = command.spawn().map_err(|source| MachineError::Start {
+            program: PROGRAM,
+            package: PACKAGE,
+            source,
+        })?;
         drop(fds);
         Ok(Spawned { machine: QemuMachine::new(child), link, console, control })
     }
@@ -243,8 +257,10 @@ impl Driver for Qemu {
             let io = |verb| move |source: std::io::Error| MachineError::Io { verb, source };
             let delta = spec.dir.join("delta.qcow2");
             store::qcow2::create(&delta, &spec.disk, spec.shape.disk_mib << 20)?;
-            std::os::unix::fs::chown(&delta, Some(spec.uid), Some(spec.uid)).map_err(io("own the disk delta"))?;
-            let state: OwnedFd = std::fs::File::open(&spec.state).map_err(io("open the device state"))?.into();
+            std::os::unix::fs::chown(&delta, Some(spec.uid), Some(spec.uid))
+                .map_err(io("own the disk delta"))?;
+            let state: OwnedFd =
+                std::fs::File::open(&spec.state).map_err(io("open the device state"))?.into();
             let memory = spec.memory.try_clone().map_err(io("share the memory"))?;
             let shared = Shared {
                 name: &spec.name,
@@ -313,8 +329,8 @@ impl QemuMachine {
     where
         F: AsyncFnOnce(UnixStream) -> Result<Qmp, MachineError>,
     {
-        let socket =
-            to_tokio(control).map_err(|source| MachineError::Io { verb: "open a control connection", source })?;
+        let socket = to_tokio(control)
+            .map_err(|source| MachineError::Io { verb: "open a control connection", source })?;
         let outcome = tokio::select! {
             biased;
             outcome = start(socket) => outcome,
@@ -327,7 +343,9 @@ impl QemuMachine {
             // The connection broke because the process ended: the process's own words say more.
             Err(MachineError::Control(_)) => {
                 let exit = tokio::time::timeout(Duration::from_secs(1), self.exited()).await;
-                Err(MachineError::Died(exit.map_or_else(|_| "its control connection broke".to_owned(), |e| e.description)))
+                Err(MachineError::Died(
+                    exit.map_or_else(|_| "its control connection broke".to_owned(), |e| e.description),
+                ))
             }
             other => other,
         }
@@ -335,7 +353,8 @@ impl QemuMachine {
 
     fn finish(mut self, qmp: Qmp, link: OwnedFd, console: OwnedFd) -> Result<Started, MachineError> {
         self.qmp = Some(qmp);
-        let console = to_tokio(console).map_err(|source| MachineError::Io { verb: "open the console", source })?;
+        let console =
+            to_tokio(console).map_err(|source| MachineError::Io { verb: "open the console", source })?;
         Ok(Started { machine: Box::new(self), link, console })
     }
 
@@ -392,9 +411,9 @@ impl Machine for QemuMachine {
 
     fn save<'a>(&'a mut self, state: &'a Path) -> BoxFuture<'a, Result<(), MachineError>> {
         Box::pin(async move {
-            tokio::time::timeout(SAVE_LIMIT, self.save_to(state))
-                .await
-                .unwrap_or(Err(MachineError::Deadline { step: "save its state", seconds: SAVE_LIMIT.as_secs() }))
+            tokio::time::timeout(SAVE_LIMIT, self.save_to(state)).await.unwrap_or(Err(
+                MachineError::Deadline { step: "save its state", seconds: SAVE_LIMIT.as_secs() },
+            ))
         })
     }
 

@@ -28,7 +28,11 @@ impl Qmp {
     }
 
     /// Runs one command to its answer.
-    pub(super) async fn execute(&mut self, command: &'static str, arguments: Value) -> Result<Value, MachineError> {
+    pub(super) async fn execute(
+        &mut self,
+        command: &'static str,
+        arguments: Value,
+    ) -> Result<Value, MachineError> {
         let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
         line.push('\n');
         self.writer.write_all(line.as_bytes()).await.map_err(MachineError::Control)?;
@@ -38,7 +42,8 @@ impl Qmp {
                 return Ok(value.take());
             }
             if let Some(error) = answer.get("error") {
-                let message = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given").to_owned();
+                let message =
+                    error.get("desc").and_then(Value::as_str).unwrap_or("no reason given").to_owned();
                 return Err(MachineError::Refused { command, message });
             }
         }
@@ -51,7 +56,8 @@ impl Qmp {
             match status.get("status").and_then(Value::as_str) {
                 Some("completed") => return Ok(()),
                 Some("failed" | "cancelled") => {
-                    let message = status.get("error-desc").and_then(Value::as_str).unwrap_or("migration failed");
+                    let message =
+                        status.get("error-desc").and_then(Value::as_str).unwrap_or("migration failed");
                     return Err(MachineError::Refused { command, message: message.to_owned() });
                 }
                 _ => tokio::time::sleep(std::time::Duration::from_millis(1)).await,
@@ -92,7 +98,9 @@ mod tests {
         });
         let mut qmp = Qmp::open(ours).await.unwrap();
         assert_eq!(qmp.execute("query", json!({})).await.unwrap()["a"], 1);
-        assert!(matches!(qmp.execute("bad", json!({})).await, Err(MachineError::Refused { message, .. }) if message == "no"));
+        assert!(
+            matches!(qmp.execute("bad", json!({})).await, Err(MachineError::Refused { message, .. }) if message == "no")
+        );
         peer.await.unwrap();
         assert!(matches!(qmp.execute("gone", json!({})).await, Err(MachineError::Control(_))));
     }

@@ -235,13 +235,12 @@ impl Node {
     pub async fn set_deadline(&self, id: &SandboxId, end_at: Timestamp) -> Result<(), NodeError> {
         let entry = self.entry(id)?;
         let (reply, done) = oneshot::channel();
-        entry
-            .commands
-            .try_send(Command::SetDeadline { end_at, reply })
-            .map_err(|error| match error {
-                mpsc::error::TrySendError::Full(_) => NodeError::Busy("the sandbox has too many requests waiting"),
-                mpsc::error::TrySendError::Closed(_) => NodeError::NotFound,
-            })?;
+        entry.commands.try_send(Command::SetDeadline { end_at, reply }).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(_) => {
+                NodeError::Busy("the sandbox has too many requests waiting")
+            }
+            mpsc::error::TrySendError::Closed(_) => NodeError::NotFound,
+        })?;
         done.await.map_err(|_| NodeError::NotFound)
     }
 

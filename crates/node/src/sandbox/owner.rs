@@ -72,10 +72,10 @@ impl Resources {
         if let Some(mut machine) = self.machine.take() {
             machine.stop().await;
         }
-        if let Some(dir) = self.dir.take() {
-            if let Err(error) = tokio::fs::remove_dir_all(&dir).await {
-                tracing::error!(dir = %dir.display(), %error, "a sandbox's directory cannot be removed");
-            }
+        if let Some(dir) = self.dir.take()
+            && let Err(error) = tokio::fs::remove_dir_all(&dir).await
+        {
+            tracing::error!(dir = %dir.display(), %error, "a sandbox's directory cannot be removed");
         }
         if let Some(uid) = self.uid.take() {
             node.inner().uids.give_back(uid);

@@ -60,7 +60,9 @@ impl Cp {
             }
             (Place::There(id, path), Place::Here(file)) => {
                 let file = if file.is_dir() {
-                    file.join(path.rsplit('/').next().filter(|name| !name.is_empty()).context("that is no file")?)
+                    file.join(
+                        path.rsplit('/').next().filter(|name| !name.is_empty()).context("that is no file")?,
+                    )
                 } else {
                     file
                 };

@@ -79,17 +79,32 @@ fn root() -> Check {
     if rustix::process::geteuid().is_root() {
         Check::good("root", "yes")
     } else {
-        Check::not("root", Verdict::Missing, "no", "run pando with sudo: each machine has a user ID of its own")
+        Check::not(
+            "root",
+            Verdict::Missing,
+            "no",
+            "run pando with sudo: each machine has a user ID of its own",
+        )
     }
 }
 
 fn program(name: &'static str, program: &str, package: &str) -> Check {
-    match Command::new(program).arg("--version").output() {
+    let version = if program == "mke2fs" { "-V" } else { "--version" };
+    match Command::new(program).arg(version).output() {
         Ok(output) => {
-            let text = String::from_utf8_lossy(if output.stdout.is_empty() { &output.stderr } else { &output.stdout });
+            let text = String::from_utf8_lossy(if output.stdout.is_empty() {
+                &output.stderr
+            } else {
+                &output.stdout
+            });
             Check::good(name, text.lines().next().unwrap_or("there").to_owned())
         }
-        Err(_) => Check::not(name, Verdict::Missing, "not found", format!("apt-get install --no-install-recommends {package}")),
+        Err(_) => Check::not(
+            name,
+            Verdict::Missing,
+            "not found",
+            format!("apt-get install --no-install-recommends {package}"),
+        ),
     }
 }
 
@@ -115,7 +130,12 @@ fn existing(path: &Path) -> &Path {
 
 fn disk(dir: &Path) -> Check {
     let Ok(stat) = rustix::fs::statvfs(existing(dir)) else {
-        return Check::not("disk", Verdict::Missing, "unknown", format!("{} cannot be looked at", dir.display()));
+        return Check::not(
+            "disk",
+            Verdict::Missing,
+            "unknown",
+            format!("{} cannot be looked at", dir.display()),
+        );
     };
     let free = stat.f_bavail * stat.f_frsize;
     let found = format!("{} MiB free for {}", free >> 20, dir.display());
@@ -130,9 +150,9 @@ fn disk(dir: &Path) -> Check {
 fn reachable(dir: &Path) -> Check {
     use std::os::unix::fs::PermissionsExt;
     let absolute = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
-    let closed = absolute.ancestors().find(|path| {
-        std::fs::metadata(path).is_ok_and(|meta| meta.permissions().mode() & 0o001 == 0)
-    });
+    let closed = absolute
+        .ancestors()
+        .find(|path| std::fs::metadata(path).is_ok_and(|meta| meta.permissions().mode() & 0o001 == 0));
     match closed {
         None => Check::good("data dir", format!("{} can be reached by machines", absolute.display())),
         Some(path) => Check::not(

@@ -28,10 +28,13 @@ impl Logs {
             let logs = match client.logs(&self.sandbox).await {
                 Ok(logs) => logs,
                 // The sandbox has ended: what it said was printed.
-                Err(client::ClientError::Refused { status, .. }) if printed.is_some() && status == 404 => return Ok(0),
+                Err(client::ClientError::Refused { status, .. }) if printed.is_some() && status == 404 => {
+                    return Ok(0);
+                }
                 Err(error) => return Err(error.into()),
             };
-            let fresh: Vec<_> = logs.log_entries.iter().filter(|entry| Some(entry.timestamp) > printed).collect();
+            let fresh: Vec<_> =
+                logs.log_entries.iter().filter(|entry| Some(entry.timestamp) > printed).collect();
             for entry in &fresh {
                 if target.json {
                     output::line(&serde_json::to_string(entry)?)?;

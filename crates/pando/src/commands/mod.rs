@@ -18,7 +18,11 @@ use crate::target::Target;
 
 /// Computers for AI agents: microVM sandboxes behind the E2B API.
 #[derive(Debug, Parser)]
-#[command(name = "pando", version, propagate_version = true, after_help = "\
+#[command(
+    name = "pando",
+    version,
+    propagate_version = true,
+    after_help = "\
 First steps (as root, on Debian):
   pando doctor                       what this machine lacks, and how to mend it
   pando setup                        make the guest's kernel, disk and base template
@@ -26,7 +30,8 @@ First steps (as root, on Debian):
   eval \"$(pando env)\"                point the E2B SDKs at it
   pando run -- python3 -c 'print(6*7)'
 
-Exit codes: 0 done; 1 failed; 2 wrong arguments. `run` and `exec` end with the command's own code, 125 if pando failed.")]
+Exit codes: 0 done; 1 failed; 2 wrong arguments. `run` and `exec` end with the command's own code, 125 if pando failed."
+)]
 pub(crate) struct Cli {
     #[command(flatten)]
     pub(crate) target: Target,

@@ -89,7 +89,9 @@ impl Run {
 
 /// Creates a sandbox.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  id=$(pando create --timeout 3600); pando exec $id -- uname -a; pando kill $id")]
+#[command(
+    after_help = "Example:\n  id=$(pando create --timeout 3600); pando exec $id -- uname -a; pando kill $id"
+)]
 pub(crate) struct Create {
     #[command(flatten)]
     new: New,
@@ -138,7 +140,8 @@ impl Exec {
         let client = target.client()?;
         let token = client.get(&self.sandbox).await?.envd_access_token;
         let agent = client.envd(&self.sandbox, token.as_deref())?;
-        let mut base = StartCommand { env: self.env, cwd: self.workdir, user: self.user, ..StartCommand::default() };
+        let mut base =
+            StartCommand { env: self.env, cwd: self.workdir, user: self.user, ..StartCommand::default() };
         if self.terminal {
             let size = Terminal::size().context("-t needs a terminal on standard input")?;
             base.terminal = Some(size);

@@ -32,8 +32,10 @@ const GRACE: Duration = Duration::from_secs(3);
 
 /// Serves the API and the sandboxes of this machine.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  pando serve\n  pando serve --data-dir ./data --listen 127.0.0.1:3100\n\n\
-    Needs root: each machine runs under a user ID of its own. Ctrl-C or SIGTERM ends all sandboxes and then the server.")]
+#[command(
+    after_help = "Examples:\n  pando serve\n  pando serve --data-dir ./data --listen 127.0.0.1:3100\n\n\
+    Needs root: each machine runs under a user ID of its own. Ctrl-C or SIGTERM ends all sandboxes and then the server."
+)]
 pub(crate) struct Serve {
     /// Address of API and ingress [default: 127.0.0.1:3000]
     #[arg(long, value_name = "ADDR")]
@@ -69,9 +71,9 @@ impl Serve {
         let _lock = lock(&data)?;
         raise_descriptor_limit();
         // Bound before anything is changed: a second server on the address must not sweep anything away.
-        let listener = TcpListener::bind(config.listen)
-            .await
-            .with_context(|| format!("cannot listen on {}; choose another address with --listen", config.listen))?;
+        let listener = TcpListener::bind(config.listen).await.with_context(|| {
+            format!("cannot listen on {}; choose another address with --listen", config.listen)
+        })?;
         let address = listener.local_addr()?;
         let swept = node::sweep::sweep(&data)?;
         if swept != node::sweep::Swept::default() {
@@ -83,7 +85,9 @@ impl Serve {
         let follow = tokio::spawn(control::follow::follow(control.clone()));
         std::fs::write(address_file(target.data_dir.as_path()), format!("http://{address}\n"))?;
         let public = serve_public(listener, control);
-        output::note(&format!("pando serves the E2B API on http://{address}; Ctrl-C ends it and its sandboxes"));
+        output::note(&format!(
+            "pando serves the E2B API on http://{address}; Ctrl-C ends it and its sandboxes"
+        ));
         wait_for_end().await?;
         output::note("ending all sandboxes…");
         node.shutdown().await;
@@ -160,7 +164,9 @@ pub(crate) fn lock(data: &DataDir) -> Result<File> {
     let file = File::create(&path).with_context(|| format!("cannot open {}", path.display()))?;
     match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
-        Err(_) => bail!("{} is in use by another pando; stop it, or use another --data-dir", data.root().display()),
+        Err(_) => {
+            bail!("{} is in use by another pando; stop it, or use another --data-dir", data.root().display())
+        }
     }
 }
 
@@ -190,7 +196,8 @@ fn serve_node(data: &DataDir, node: Node) -> Result<tokio::task::JoinHandle<()>>
     let path = data.node_socket();
     // Left by a server that was killed; this one has the lock.
     let _ = std::fs::remove_file(&path);
-    let listener = UnixListener::bind(&path).with_context(|| format!("cannot listen on {}", path.display()))?;
+    let listener =
+        UnixListener::bind(&path).with_context(|| format!("cannot listen on {}", path.display()))?;
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
     Ok(tokio::spawn(async move {
         if let Err(error) = axum::serve(listener, node::http::router(node)).await {

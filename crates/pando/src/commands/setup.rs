@@ -23,8 +23,10 @@ const BASE: &str = "base";
 
 /// Makes what sandboxes are made from.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  pando setup --data-dir /var/lib/pando\n\nNeeds root, and about 3 GB in the data \
-    directory. Fetches a kernel and packages from the Debian mirror that apt uses.")]
+#[command(
+    after_help = "Example:\n  pando setup --data-dir /var/lib/pando\n\nNeeds root, and about 3 GB in the data \
+    directory. Fetches a kernel and packages from the Debian mirror that apt uses."
+)]
 pub(crate) struct Setup {
     /// Make everything anew
     #[arg(long)]
@@ -61,7 +63,11 @@ impl Setup {
         progress.start("template base (boots a machine)");
         let template = make_base_template(&data, &config, qemu).await?;
         let manifest = &template.manifest;
-        progress.done(&format!("template {BASE}: {} ({} MiB)", manifest.template_id, template.bytes()? >> 20));
+        progress.done(&format!(
+            "template {BASE}: {} ({} MiB)",
+            manifest.template_id,
+            template.bytes()? >> 20
+        ));
         progress.finish();
         if target.json {
             output::json(manifest)?;
@@ -118,8 +124,7 @@ fn guest_binary(config: &Config) -> Result<PathBuf> {
     }
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let beside = program.parent().unwrap_or(Path::new("/"));
-    let places =
-        [beside.join("pando-guest"), beside.join("../x86_64-unknown-linux-musl/release/guest")];
+    let places = [beside.join("pando-guest"), beside.join("../x86_64-unknown-linux-musl/release/guest")];
     for place in &places {
         if place.exists() {
             return Ok(place.clone());
@@ -190,7 +195,11 @@ async fn make_base_template(data: &DataDir, config: &Config, qemu: Qemu) -> Resu
                 memory_mib: wanted.memory_mib,
                 disk_mib: wanted.disk_mib,
                 uid: config.limits.uid_base,
-                defaults: GuestDefaults { user: "user".to_owned(), workdir: String::new(), env: BTreeMap::new() },
+                defaults: GuestDefaults {
+                    user: "user".to_owned(),
+                    workdir: String::new(),
+                    env: BTreeMap::new(),
+                },
             };
             let driver: Arc<dyn Driver> = Arc::new(qemu.clone());
             node::template::build(data, driver, plan).await?
@@ -238,7 +247,8 @@ impl Progress {
         self.start(what);
         let begun = Instant::now();
         let made = work().with_context(|| format!("making the {what} failed"))?;
-        let outcome = if made { format!("made in {:.1} s", begun.elapsed().as_secs_f64()) } else { "there".to_owned() };
+        let outcome =
+            if made { format!("made in {:.1} s", begun.elapsed().as_secs_f64()) } else { "there".to_owned() };
         self.done(&format!("{what}: {outcome}"));
         Ok(())
     }
