@@ -1,0 +1,45 @@
+//! Requests as a test wants them, malformed ones included: a method, a path, headers, a body; an answer read whole.
+
+use anyhow::Result;
+use bytes::Bytes;
+use client::http::{Http, whole};
+use client::Endpoint;
+use http::{HeaderMap, Method, StatusCode};
+use serde_json::Value;
+
+/// An answer.
+#[derive(Debug)]
+pub struct Answer {
+    /// Status.
+    pub status: StatusCode,
+    /// Headers.
+    pub headers: HeaderMap,
+    /// Body.
+    pub body: Bytes,
+}
+
+impl Answer {
+    /// The body as JSON; null if it is none.
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_default()
+    }
+
+    /// The body as text.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+}
+
+/// Sends a request to `url` and reads the answer whole.
+pub async fn request(
+    url: &str,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: impl Into<Bytes>,
+) -> Result<Answer> {
+    let http = Http::new(Endpoint::Tcp(url.to_owned()), HeaderMap::new());
+    let response = http.send(Method::from_bytes(method.as_bytes())?, path, headers, whole(body)).await?;
+    let (status, headers) = (response.status(), response.headers().clone());
+    Ok(Answer { status, headers, body: http.whole_body(response).await? })
+}

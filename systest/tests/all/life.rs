@@ -1,0 +1,201 @@
+//! Lives of sandboxes, and what the host has left when they are over.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use proto::api::NewSandbox;
+use rustix::process::Signal;
+use systest::host::{Holdings, machines, private_kib};
+use systest::raw::request;
+use systest::{Server, eventually};
+
+/// Descriptors of pooled connections and threads of a runtime come and go; machines, directories and files must not.
+async fn settles_to(server: &Server, before: &Holdings) {
+    let near = |now: usize, then: usize| now <= then + 8;
+    eventually(Duration::from_secs(20), "the host is as it was", async || {
+        let now = Holdings::of(server);
+        (now.machines, now.directories, now.half_made) == (before.machines, before.directories, before.half_made)
+            && near(now.descriptors, before.descriptors)
+            && near(now.threads, before.threads)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn twenty_at_once_are_apart_and_leave_nothing() {
+    let server = Server::start().unwrap();
+    // What the first sandbox makes for good (pools, threads) is not a leak.
+    let first = server.create().await.unwrap();
+    server.api().kill(first.id()).await.unwrap();
+    let before = Holdings::of(&server);
+    let guests = futures::future::join_all((0..20).map(|_| server.create())).await;
+    let guests: Vec<_> = guests.into_iter().map(Result::unwrap).collect();
+    assert_eq!(machines(&server.data()).len(), 20);
+    let said = futures::future::join_all(guests.iter().map(|guest| {
+        guest.sh("hostname; cat /etc/machine-id /proc/sys/kernel/random/uuid; head -c 8 /dev/urandom | od -An -tx1; date +%s%N")
+    }))
+    .await;
+    let now = jiff::Timestamp::now().as_nanosecond();
+    let mut seen = BTreeSet::new();
+    for (guest, said) in guests.iter().zip(said) {
+        let said = said.unwrap().stdout;
+        let lines: Vec<&str> = said.lines().collect();
+        assert_eq!(lines[0], guest.id().as_str());
+        for line in &lines[..4] {
+            assert!(seen.insert((*line).to_owned()), "each copy has its own name, machine-id and random bytes: {line}");
+        }
+        let skew = now - lines[4].parse::<i128>().unwrap();
+        assert!(skew.abs() < 120_000_000_000, "the clock is the host's, give or take the time of the test: {skew}");
+    }
+    // Each machine runs as a user of its own, without privileges.
+    let mut users = BTreeSet::new();
+    for pid in machines(&server.data()) {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
+        assert!(users.insert(field("Uid:")));
+        assert_eq!(field("CapEff:"), "0000000000000000");
+        assert_eq!((field("Seccomp:"), field("NoNewPrivs:")), ("2".to_owned(), "1".to_owned()));
+    }
+    futures::future::join_all(guests.iter().map(|guest| async { server.api().kill(guest.id()).await.unwrap() })).await;
+    assert!(server.api().list().await.unwrap().is_empty());
+    settles_to(&server, &before).await;
+}
+
+#[tokio::test]
+async fn a_hundred_cycles_leave_nothing() {
+    let server = Server::start().unwrap();
+    let cycle = async || {
+        let guest = server.create().await.unwrap();
+        assert_eq!(guest.run(&["/bin/echo", "hi"], None).await.unwrap().stdout, "hi\n");
+        server.api().kill(guest.id()).await.unwrap();
+    };
+    futures::future::join(cycle(), cycle()).await;
+    let (before, memory) = (Holdings::of(&server), private_kib(server.pid()));
+    for _ in 0..50 {
+        futures::future::join(cycle(), cycle()).await;
+    }
+    settles_to(&server, &before).await;
+    let grown = private_kib(server.pid()).saturating_sub(memory);
+    assert!(grown < 16 << 10, "the server grew by {grown} KiB");
+}
+
+#[tokio::test]
+async fn time_is_kept() {
+    let server = Server::start().unwrap();
+    let timed = NewSandbox { timeout: Some(3), ..NewSandbox::default() };
+    let guest = server.create_with(timed).await.unwrap();
+    let ended = Instant::now();
+    eventually(Duration::from_secs(6), "the timeout ends it", async || server.api().get(guest.id()).await.is_err()).await;
+    assert!(ended.elapsed() > Duration::from_secs(1));
+    let error = server.api().get(guest.id()).await.unwrap_err().to_string();
+    assert!(error.contains("its timeout was reached"), "{error}");
+    let guest = server.create().await.unwrap();
+    server.api().set_timeout(guest.id(), 0).await.unwrap();
+    eventually(Duration::from_secs(5), "zero ends it now", async || server.api().list().await.unwrap().is_empty()).await;
+    assert!(machines(&server.data()).is_empty());
+}
+
+#[tokio::test]
+async fn a_machine_that_dies_is_noticed() {
+    let server = Server::start().unwrap();
+    let guest = server.create().await.unwrap();
+    let pid = machines(&server.data())[0];
+    systest::signal(pid, Signal::KILL).unwrap();
+    eventually(Duration::from_secs(5), "the API says so", async || server.api().get(guest.id()).await.is_err()).await;
+    let error = server.api().get(guest.id()).await.unwrap_err().to_string();
+    assert!(error.contains("its virtual machine ended unexpectedly"), "{error}");
+    let headers = [("e2b-sandbox-id", guest.id().as_str()), ("e2b-sandbox-port", "49983")];
+    let answer = request(&server.url, "GET", "/health", &headers, "").await.unwrap();
+    assert_eq!(answer.status, 502);
+    // The guest can end its own machine as well.
+    let guest = server.create().await.unwrap();
+    let _ = guest.root_sh("echo o > /proc/sysrq-trigger; sleep 5").await;
+    eventually(Duration::from_secs(10), "a power-off is noticed", async || machines(&server.data()).is_empty()).await;
+    assert_eq!(Holdings::of(&server).directories, 0);
+}
+
+#[tokio::test]
+async fn shutdown_leaves_nothing_and_a_crash_is_swept_up() {
+    let mut server = Server::start().unwrap();
+    let (one, two) = tokio::join!(server.create(), server.create());
+    let (one, _two) = (one.unwrap(), two.unwrap());
+    assert_eq!(machines(&server.data()).len(), 2);
+    server.stop().unwrap();
+    assert!(machines(&server.data()).is_empty());
+    assert_eq!(std::fs::read_dir(server.data().join("sandboxes")).unwrap().count(), 0);
+    server.restart().unwrap();
+    let error = server.api().get(one.id()).await.unwrap_err().to_string();
+    assert!(error.contains("the node was shut down"), "{error}");
+
+    let three = server.create().await.unwrap();
+    server.crash().unwrap();
+    server.restart().unwrap();
+    assert!(machines(&server.data()).is_empty(), "machines of the crashed server are gone");
+    assert_eq!(std::fs::read_dir(server.data().join("sandboxes")).unwrap().count(), 0);
+    assert!(server.api().get(three.id()).await.is_err());
+    assert!(server.api().list().await.unwrap().is_empty());
+    let four = server.create().await.unwrap();
+    assert_eq!(four.sh("echo ok").await.unwrap().stdout, "ok\n");
+}
+
+/// B83: each create whose client went away is usable and listed, or gone.
+#[tokio::test]
+async fn a_client_that_goes_away_leaves_no_orphan() {
+    let server = Server::start().unwrap();
+    let headers = [("x-api-key", server.key.as_str())];
+    for wait in [0, 1, 5, 20, 60, 120, 200, 250, 300, 400] {
+        let create = request(&server.url, "POST", "/v2/sandboxes", &headers, r#"{"templateID":"base"}"#);
+        let _ = tokio::time::timeout(Duration::from_millis(wait), create).await;
+    }
+    eventually(Duration::from_secs(15), "machines and list agree", async || {
+        let listed = server.api().list().await.unwrap().len();
+        let holdings = Holdings::of(&server);
+        listed == holdings.machines && listed == holdings.directories
+    })
+    .await;
+    for sandbox in server.api().list().await.unwrap() {
+        server.api().kill(&sandbox.sandbox_id).await.unwrap();
+    }
+    assert_eq!(Holdings::of(&server).machines, 0);
+}
+
+/// B71 for what there is yet: a kill while a sandbox is being created.
+#[tokio::test]
+async fn killed_from_every_state() {
+    let server = Server::start().unwrap();
+    let before = Holdings::of(&server);
+    for wait in [0u64, 10, 30, 60, 100, 150, 200, 250] {
+        let create = server.create();
+        let kill = async {
+            tokio::time::sleep(Duration::from_millis(wait)).await;
+            // It is not listed before it runs; its directory has its name.
+            for entry in std::fs::read_dir(server.data().join("sandboxes")).unwrap().flatten() {
+                let id = entry.file_name().to_string_lossy().parse().unwrap();
+                let _ = server.api().kill(&id).await;
+                let _ = server.api().kill(&id).await;
+            }
+        };
+        let (created, ()) = tokio::join!(create, kill);
+        if let Ok(guest) = created {
+            let _ = server.api().kill(guest.id()).await;
+        }
+    }
+    assert!(server.api().list().await.unwrap().is_empty());
+    settles_to(&server, &before).await;
+}
+
+#[tokio::test]
+async fn full_disks_are_told() {
+    let server = Server::start().unwrap();
+    let guest = server.create().await.unwrap();
+    guest.root_sh("fallocate -l $(df --output=avail -B1 / | tail -1) /fill; dd if=/dev/zero of=/fill2 bs=1M 2>/dev/null; true").await.unwrap();
+    let headers = [
+        ("e2b-sandbox-id", guest.id().as_str()),
+        ("e2b-sandbox-port", "49983"),
+        ("x-access-token", guest.token()),
+        ("content-type", "application/octet-stream"),
+    ];
+    let answer = request(&server.url, "POST", "/files?path=/home/user/x", &headers, vec![7u8; 4 << 20]).await.unwrap();
+    assert_eq!(answer.status, 507, "{}", answer.text());
+    assert_eq!(guest.sh("echo ok").await.unwrap().stdout, "ok\n", "the agent is well");
+}
