@@ -192,6 +192,8 @@ pub(super) struct Connection {
     guest_ended: bool,
     /// We reset the connection.
     aborted: bool,
+    /// Both directions are closed and the guest has been told all.
+    finished: bool,
     /// Bytes moved, or the stage changed.
     active: Instant,
 }
@@ -269,6 +271,7 @@ impl Connection {
             host,
             guest_ended: false,
             aborted: false,
+            finished: false,
             active: now,
         }
     }
@@ -280,8 +283,11 @@ impl Connection {
 
     /// The guest may use the same ports for a new connection.
     pub(super) fn is_over(&self) -> bool {
-        let state = self.socket.map(|handle| self.set.get::<Socket<'_>>(handle).state());
-        matches!(state, Some(State::Closed | State::TimeWait | State::LastAck | State::Listen))
+        self.socket.map(|handle| self.set.get::<Socket<'_>>(handle)).is_some_and(|socket| {
+            let over =
+                matches!(socket.state(), State::Closed | State::TimeWait | State::LastAck | State::Listen);
+            over && !socket.can_recv()
+        })
     }
 
     /// The peer is outside, so that the policy applies to this connection.
@@ -310,6 +316,8 @@ impl Connection {
             host.poison();
         }
         self.aborted = true;
+        // There is a reset to send.
+        self.finished = false;
         if let Some(handle) = self.socket {
             self.set.get_mut::<Socket<'_>>(handle).abort();
         }
@@ -369,23 +377,32 @@ impl Connection {
         if socket.keep_alive() != probe {
             socket.set_keep_alive(probe);
         }
-        let drained = cx.net.drain(cx.now, &mut self.set);
+        // In TIME-WAIT nothing is left to send but the last ACK; ten seconds later smoltcp would throw away what the host
+        // has not taken yet.
+        if !self.finished {
+            let drained = cx.net.drain(cx.now, &mut self.set);
+            self.finished = drained && self.set.get::<Socket<'_>>(handle).state() == State::TimeWait;
+            if !drained {
+                return Fate::Stalled(self.limit(handle, cx.config));
+            }
+        }
         let socket = self.set.get::<Socket<'_>>(handle);
         match socket.state() {
             // A reset while the handshake ran puts the socket back to LISTEN.
-            State::Listen => Fate::Remove,
-            State::TimeWait if drained => Fate::Remove,
+            State::Listen => {
+                self.abort();
+                Fate::Remove
+            }
+            State::TimeWait if !socket.can_recv() => Fate::Remove,
             State::Closed if socket.remote_endpoint().is_none() && (self.aborted || !socket.can_recv()) => {
                 if !(self.guest_ended && self.host.as_ref().is_some_and(|host| host.ended)) {
                     self.abort();
                 }
                 Fate::Remove
             }
-            state => {
-                let limit = self.limit(state, cx.config);
-                let next = if drained { cx.net.iface.poll_at(cx.now, &self.set) } else { None };
-                let next = next.into_iter().chain(limit).min();
-                if drained { Fate::Keep(next) } else { Fate::Stalled(next) }
+            _ => {
+                let next = if self.finished { None } else { cx.net.iface.poll_at(cx.now, &self.set) };
+                Fate::Keep(next.into_iter().chain(self.limit(handle, cx.config)).min())
             }
         }
     }
@@ -478,20 +495,22 @@ impl Connection {
     }
 
     /// When the connection has to end if nothing more happens.
-    fn limit(&self, state: State, config: &LinkConfig) -> Option<Instant> {
-        let after = match (&self.stage, state) {
+    fn limit(&self, handle: SocketHandle, config: &LinkConfig) -> Option<Instant> {
+        let socket = self.set.get::<Socket<'_>>(handle);
+        let after = match (&self.stage, socket.state()) {
             (Stage::Connecting { .. } | Stage::Dialing { .. }, _) => config.connect_timeout,
             (Stage::Open, State::SynReceived | State::SynSent) => config.connect_timeout,
             (Stage::Open, State::Established) => return None,
             (Stage::Open, State::CloseWait | State::FinWait1 | State::FinWait2) => config.half_closed_timeout,
+            // The guest is done, and the host has not taken it all.
+            (Stage::Open, _) if socket.can_recv() => config.half_closed_timeout,
             (Stage::Open, _) => config.closing_timeout,
         };
         Some(self.active + after.into())
     }
 
     fn expire(&mut self, handle: SocketHandle, cx: &Serve<'_>) {
-        let state = self.set.get::<Socket<'_>>(handle).state();
-        if self.aborted || self.limit(state, cx.config).is_none_or(|limit| cx.now < limit) {
+        if self.aborted || self.limit(handle, cx.config).is_none_or(|limit| cx.now < limit) {
             return;
         }
         if let Stage::Dialing { reply } = std::mem::replace(&mut self.stage, Stage::Open) {

@@ -94,6 +94,8 @@ impl phy::TxToken for Place<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, length: usize, f: F) -> R {
         let mut packet = vec![0; length];
         let result = f(&mut packet);
+        // Without it this guest would cut off bytes beyond a rounded window, which a real one does not.
+        frame::lower_window(&mut packet);
         self.0.push(packet);
         result
     }

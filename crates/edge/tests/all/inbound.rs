@@ -25,6 +25,7 @@ async fn echo_with_half_close() {
         let mut got = Vec::new();
         read.read_to_end(&mut got).await.unwrap();
         sender.await.unwrap();
+        assert_eq!(got.len(), bytes.len());
         assert!(got == bytes);
     }
 }
@@ -206,4 +207,19 @@ async fn bytes_sent_with_the_handshake_are_not_lost() {
     let mut got = Vec::new();
     link.dial(80).await.unwrap().read_to_end(&mut got).await.unwrap();
     assert_eq!(got, b"banner");
+}
+
+#[tokio::test]
+#[ignore = "takes 12 s: longer than TIME-WAIT"]
+async fn a_very_slow_caller_gets_the_end_of_a_closed_connection() {
+    let (_links, link, guest) = attach(config(), EgressPolicy::CLOSED);
+    let _guest = guest.run_echo(80);
+    let mut stream = link.dial(80).await.unwrap();
+    let bytes = pattern(900_000, 9);
+    stream.write_all(&bytes).await.unwrap();
+    stream.shutdown().await.unwrap();
+    tokio::time::sleep(Duration::from_secs(12)).await;
+    let mut got = Vec::new();
+    stream.read_to_end(&mut got).await.unwrap();
+    assert!(got == bytes);
 }
