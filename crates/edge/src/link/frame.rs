@@ -157,6 +157,8 @@ pub struct TcpHead {
     pub opens: bool,
     /// RST.
     pub reset: bool,
+    /// ACK with neither SYN nor RST.
+    pub acknowledges: bool,
 }
 
 /// Reads a TCP header; smoltcp checks the rest of it.
@@ -168,6 +170,7 @@ pub fn tcp(payload: &[u8]) -> Option<TcpHead> {
         destination: u16::from_be_bytes([head[2], head[3]]),
         opens: flags & 0x12 == 0x02 && flags & 0x05 == 0,
         reset: flags & 0x04 != 0,
+        acknowledges: flags & 0x16 == 0x10,
     })
 }
 

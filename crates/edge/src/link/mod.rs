@@ -284,26 +284,22 @@ impl Links {
             .map_err(LinkError::io("start the resolver"))?;
         let config = Arc::new(config);
         let resolver = Arc::new(Resolver::new(config.upstream_dns.clone(), config.floor.clone(), handle));
+        let mailboxes: io::Result<Vec<_>> =
+            (0..config.workers.max(1)).map(|_| Mailbox::new().map(Arc::new)).collect();
         let inner = Inner {
-            mailboxes: Vec::new(),
+            mailboxes: mailboxes.map_err(LinkError::io("make a mailbox"))?,
             threads: Mutex::new(vec![names]),
             names: Mutex::new(Some(stop)),
             floor: config.floor.clone(),
             next: AtomicU32::new(0),
         };
-        // Dropping `inner` stops what was started, should a later thread fail.
-        let mut links = Self { inner: Arc::new(inner) };
-        let mut mailboxes = Vec::new();
-        for number in 0..config.workers.max(1) {
-            let mailbox = Arc::new(Mailbox::new().map_err(LinkError::io("make a mailbox"))?);
+        // Dropping it stops what was started, should a later thread fail.
+        let links = Self { inner: Arc::new(inner) };
+        for (number, mailbox) in links.inner.mailboxes.iter().enumerate() {
             let thread =
-                worker::spawn(number, Arc::clone(&config), Arc::clone(&resolver), Arc::clone(&mailbox))
+                worker::spawn(number, Arc::clone(&config), Arc::clone(&resolver), Arc::clone(mailbox))
                     .map_err(LinkError::io("start a worker"))?;
             links.inner.threads.lock().push(thread);
-            mailboxes.push(mailbox);
-        }
-        if let Some(inner) = Arc::get_mut(&mut links.inner) {
-            inner.mailboxes = mailboxes;
         }
         Ok(links)
     }

@@ -16,14 +16,13 @@ use rustix::event::epoll::EventFlags;
 use smoltcp::iface::{Config, Interface};
 use smoltcp::time::Instant;
 use smoltcp::wire::{HardwareAddress, IpCidr};
-use tokio::sync::oneshot;
 
 use super::datagram::{self, Flows};
 use super::frame::{self, Bad};
-use super::tcp::{self, Connection, Fate, Key, Net, Serve};
+use super::tcp::{self, Connection, Fate, Key, Net, Reply, Serve};
 use super::wire::{Fill, Inbox, Outbox, Spare, Wire};
 use super::worker::{Mailbox, Timers, Token};
-use super::{Accepted, DialError, LinkConfig, LinkStats, Shared};
+use super::{DialError, LinkConfig, LinkStats, Shared};
 use crate::egress::resolver::{Answer, Resolver};
 use crate::egress::{Decision, EgressPolicy, Flow, Protocol, decide, dns};
 
@@ -31,7 +30,7 @@ use crate::egress::{Decision, EgressPolicy, Flow, Protocol, decide, dns};
 const FRAMES_PER_TURN: usize = 64;
 const LARGEST_RING: usize = 1024 * 1024;
 const SMALLEST_RING: usize = 16 * 1024;
-const FIRST_DIAL_PORT: u16 = 32768;
+const FIRST_DIAL_PORT: u16 = 1025;
 
 /// What a turn needs of the worker.
 pub(super) struct Turn<'a> {
@@ -72,6 +71,7 @@ pub(super) struct Sandbox {
     connections: HashMap<u32, Connection>,
     by_key: HashMap<Key, u32>,
     next: u32,
+    next_port: u16,
     connecting: usize,
     rings: usize,
     dirty: Vec<u32>,
@@ -110,6 +110,7 @@ impl Sandbox {
             connections: HashMap::new(),
             by_key: HashMap::new(),
             next: random() as u32,
+            next_port: (random() as u16).max(FIRST_DIAL_PORT),
             connecting: 0,
             rings: 0,
             dirty: Vec::new(),
@@ -136,8 +137,13 @@ impl Sandbox {
         }
     }
 
-    pub(super) fn connection_timer(&mut self, id: u32, at: Instant) {
-        if let Some(connection) = self.connections.get_mut(&id).filter(|c| c.timer == Some(at)) {
+    /// Whether a timer still means something.
+    pub(super) fn has_timer(&self, id: u32, at: Instant) -> bool {
+        self.connections.get(&id).is_some_and(|connection| connection.timer == Some(at))
+    }
+
+    pub(super) fn connection_timer(&mut self, id: u32) {
+        if let Some(connection) = self.connections.get_mut(&id) {
             connection.timer = None;
             self.mark(id);
         }
@@ -181,16 +187,13 @@ impl Sandbox {
     }
 
     /// Opens a connection into the guest.
-    pub(super) fn dial(
-        &mut self,
-        port: u16,
-        reply: oneshot::Sender<Result<Accepted, DialError>>,
-        turn: &mut Turn<'_>,
-    ) {
-        let free = (0..64)
-            .map(|_| FIRST_DIAL_PORT + (random() as u16) % (60999 - FIRST_DIAL_PORT))
-            .map(|local| Key { guest_port: port, peer: SocketAddrV4::new(guest::GATEWAY, local) })
-            .find(|key| !self.by_key.contains_key(key));
+    pub(super) fn dial(&mut self, port: u16, reply: Reply, tries: u8, turn: &mut Turn<'_>) {
+        // Ports in turn: the guest remembers a closed connection for a minute, and this comes round later than that.
+        let free = (0..64).find_map(|_| {
+            self.next_port = self.next_port.checked_add(1).unwrap_or(FIRST_DIAL_PORT);
+            let key = Key { guest_port: port, peer: SocketAddrV4::new(guest::GATEWAY, self.next_port) };
+            (!self.by_key.contains_key(&key)).then_some(key)
+        });
         let Some(key) = free.filter(|_| self.connections.len() < turn.config.limits.connections) else {
             self.stats.limited += 1;
             let _ = reply.send(Err(DialError::Limit));
@@ -198,7 +201,7 @@ impl Sandbox {
         };
         let id = self.new_id();
         let mut cx = self.serve_context(id, turn);
-        match Connection::dial(key, reply, &mut cx) {
+        match Connection::dial(key, reply, tries, &mut cx) {
             Ok(connection) => self.insert(id, connection),
             Err(reply) => drop(reply.send(Err(DialError::Refused))),
         }
@@ -334,7 +337,14 @@ impl Sandbox {
                 Some(connection) if head.opens && connection.is_over() => self.remove(id),
                 Some(connection) => {
                     connection.segment(ip.packet, &mut self.net, turn.now);
-                    self.mark(id);
+                    // An acknowledgement of something else: of a connection that the guest remembers. It was reset.
+                    let dial = if head.acknowledges { connection.take_stale_dial() } else { None };
+                    if let Some((reply, tries)) = dial {
+                        self.remove(id);
+                        self.dial(key.guest_port, reply, tries, turn);
+                    } else {
+                        self.mark(id);
+                    }
                     return;
                 }
                 None => {}

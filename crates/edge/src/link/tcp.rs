@@ -98,6 +98,8 @@ struct Host {
     shut: bool,
 }
 
+/// How often a dial changes its port. Without that, each would wait for the repetition of its SYN, a second later.
+const DIAL_TRIES: u8 = 8;
 /// How often a guest that owes acknowledgements is asked.
 const PROBE: smoltcp::time::Duration = smoltcp::time::Duration::from_secs(1);
 
@@ -158,9 +160,12 @@ impl Host {
     }
 }
 
+/// Where the outcome of a dial goes.
+pub(super) type Reply = oneshot::Sender<Result<Accepted, DialError>>;
+
 enum Stage {
     Connecting { syn: Box<[u8]> },
-    Dialing { reply: oneshot::Sender<Result<Accepted, DialError>> },
+    Dialing { reply: Reply, tries: u8 },
     Open,
 }
 
@@ -243,11 +248,7 @@ impl Connection {
     }
 
     /// A connection into the guest.
-    pub(super) fn dial(
-        key: Key,
-        reply: oneshot::Sender<Result<Accepted, DialError>>,
-        cx: &mut Serve<'_>,
-    ) -> Result<Self, oneshot::Sender<Result<Accepted, DialError>>> {
+    pub(super) fn dial(key: Key, reply: Reply, tries: u8, cx: &mut Serve<'_>) -> Result<Self, Reply> {
         let mut connection = Self::new(key, Stage::Open, None, cx.now);
         let mut socket = connection.make_socket(cx.ring);
         let local = (*key.peer.ip(), key.peer.port());
@@ -255,7 +256,7 @@ impl Connection {
             return Err(reply);
         }
         connection.socket = Some(connection.set.add(socket));
-        connection.stage = Stage::Dialing { reply };
+        connection.stage = Stage::Dialing { reply, tries };
         Ok(connection)
     }
 
@@ -279,6 +280,21 @@ impl Connection {
     /// The host's connect has not finished.
     pub(super) fn is_connecting(&self) -> bool {
         matches!(self.stage, Stage::Connecting { .. })
+    }
+
+    /// Gives up a dial whose ports the guest remembers from an earlier connection; returns what a new one needs. `None`
+    /// when this is no dial, or has been tried often enough.
+    pub(super) fn take_stale_dial(&mut self) -> Option<(Reply, u8)> {
+        let state = self.socket.map(|handle| self.set.get::<Socket<'_>>(handle).state());
+        match std::mem::replace(&mut self.stage, Stage::Open) {
+            Stage::Dialing { reply, tries } if tries < DIAL_TRIES && state == Some(State::SynSent) => {
+                Some((reply, tries + 1))
+            }
+            stage => {
+                self.stage = stage;
+                None
+            }
+        }
     }
 
     /// The guest may use the same ports for a new connection.
@@ -328,7 +344,7 @@ impl Connection {
         if let Some(host) = &self.host {
             host.poison();
         }
-        if let Stage::Dialing { reply } = self.stage {
+        if let Stage::Dialing { reply, .. } = self.stage {
             let _ = reply.send(Err(DialError::Gone));
         }
     }
@@ -440,7 +456,7 @@ impl Connection {
         if matches!(state, State::SynSent | State::SynReceived) {
             return;
         }
-        let Stage::Dialing { reply } = std::mem::replace(&mut self.stage, Stage::Open) else { return };
+        let Stage::Dialing { reply, .. } = std::mem::replace(&mut self.stage, Stage::Open) else { return };
         self.active = cx.now;
         if state == State::Closed {
             let _ = reply.send(Err(DialError::Refused));
@@ -513,7 +529,7 @@ impl Connection {
         if self.aborted || self.limit(handle, cx.config).is_none_or(|limit| cx.now < limit) {
             return;
         }
-        if let Stage::Dialing { reply } = std::mem::replace(&mut self.stage, Stage::Open) {
+        if let Stage::Dialing { reply, .. } = std::mem::replace(&mut self.stage, Stage::Open) {
             let _ = reply.send(Err(DialError::Timeout));
         }
         self.abort();

@@ -123,13 +123,16 @@ impl Timers {
         self.0.push(Reverse((at, sandbox, connection)));
     }
 
-    fn pop_due(&mut self, now: Instant) -> Option<(Instant, u32, u32)> {
-        let due = self.0.peek().is_some_and(|Reverse((at, ..))| *at <= now);
-        if due { self.0.pop().map(|Reverse(entry)| entry) } else { None }
-    }
-
-    fn next(&self) -> Option<Instant> {
-        self.0.peek().map(|Reverse((at, ..))| *at)
+    /// The first entry that `valid` knows. Those before it are dropped: most connections end long before their timer,
+    /// and must not wake the worker.
+    fn first(&mut self, valid: impl Fn(u32, u32, Instant) -> bool) -> Option<(Instant, u32, u32)> {
+        loop {
+            let Reverse((at, sandbox, connection)) = *self.0.peek()?;
+            if valid(sandbox, connection, at) {
+                return Some((at, sandbox, connection));
+            }
+            self.0.pop();
+        }
     }
 }
 
@@ -200,8 +203,9 @@ impl Worker {
     fn run(mut self) {
         let mut events = [MaybeUninit::<Event>::uninit(); EVENTS];
         loop {
+            let timeout = self.timeout();
             let noted: Vec<(Token, EventFlags)> =
-                match epoll::wait(&self.epoll, &mut events, self.timeout().as_ref()) {
+                match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
                     Ok((ready, _)) => ready.iter().map(|e| (Token::decode(e.data.u64()), e.flags)).collect(),
                     Err(Errno::INTR) => Vec::new(),
                     Err(error) => {
@@ -237,13 +241,19 @@ impl Worker {
         self.now = Instant::from_micros(self.started.elapsed().as_micros() as i64);
     }
 
-    fn timeout(&self) -> Option<rustix::event::Timespec> {
+    /// The next timer that still means something.
+    fn next_timer(&mut self) -> Option<(Instant, u32, u32)> {
+        let sandboxes = &self.sandboxes;
+        self.timers.first(|key, id, at| sandboxes.get(&key).is_some_and(|sandbox| sandbox.has_timer(id, at)))
+    }
+
+    fn timeout(&mut self) -> Option<rustix::event::Timespec> {
         if !self.runnable.is_empty() {
             return Some(rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 });
         }
         // Without sandboxes there is nothing to sweep.
         let sweep = (!self.sandboxes.is_empty()).then_some(self.next_sweep);
-        let next = self.timers.next().into_iter().chain(sweep).min()?;
+        let next = self.next_timer().map(|(at, ..)| at).into_iter().chain(sweep).min()?;
         let now = Instant::from_micros(self.started.elapsed().as_micros() as i64);
         let wait = if next > now { next - now } else { Duration::ZERO };
         let wait = std::time::Duration::from(wait);
@@ -295,7 +305,7 @@ impl Worker {
                 let mut reply = Some(reply);
                 with_sandbox!(self, key, |sandbox, turn| {
                     if let Some(reply) = reply.take() {
-                        sandbox.dial(port, reply, &mut turn);
+                        sandbox.dial(port, reply, 0, &mut turn);
                     }
                 });
                 if let Some(reply) = reply {
@@ -327,11 +337,11 @@ impl Worker {
     }
 
     fn expire(&mut self) {
-        while let Some((at, key, connection)) = self.timers.pop_due(self.now) {
+        while let Some((_, key, connection)) = self.next_timer().filter(|(at, ..)| *at <= self.now) {
             if let Some(sandbox) = self.sandboxes.get_mut(&key) {
-                sandbox.connection_timer(connection, at);
-                self.queue(key);
+                sandbox.connection_timer(connection);
             }
+            self.queue(key);
         }
         if self.now >= self.next_sweep {
             self.next_sweep = self.now + SWEEP;
