@@ -5,6 +5,7 @@ one sandbox: each works in names of its own and leaves nothing running.
 """
 
 import os
+import threading
 import time
 import uuid
 from typing import Callable
@@ -86,3 +87,33 @@ def eventually(check: Callable[[], object], limit: float = 10.0, pause: float = 
             return found
         assert time.monotonic() < deadline, f"not within {limit} s"
         time.sleep(pause)
+
+
+class Silent:
+    """A server left in the background and a command that says nothing, both for longer than anybody's default of 60 s.
+
+    They run beside all other tests; the last one looks at them.
+    """
+
+    def __init__(self):
+        self.sandbox = Sandbox.create(timeout=LIFETIME)
+        self.server = self.sandbox.commands.run("exec python3 -m http.server 8000", background=True, timeout=0)
+        self.server.disconnect()
+        self.result = None
+        self.started = time.monotonic()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self.result = self.sandbox.commands.run("sleep 65; echo end", timeout=0)
+        except Exception as error:
+            self.result = error
+
+
+@pytest.fixture(scope="session", autouse=True)
+def silent():
+    """Started first, whatever runs."""
+    silent = Silent()
+    yield silent
+    silent.sandbox.kill()

@@ -1,6 +1,7 @@
 """Commands: output, input, users, ends."""
 
 import asyncio
+import base64
 import concurrent.futures
 import hashlib
 import random
@@ -14,6 +15,7 @@ from e2b import (
     CommandExitException,
     InvalidArgumentException,
     NotFoundException,
+    PtySize,
     SandboxException,
     TimeoutException,
 )
@@ -223,8 +225,6 @@ def test_b04_bytes_that_are_no_text(sbx):
     assert result.exit_code == 0 and result.stdout.endswith("\ufffd\ufffd\x00end")
     # What is lossless can be compared.
     seen = sbx.commands.run("base64 -w0 /tmp/b04").stdout
-    import base64
-
     assert hashlib.sha256(base64.b64decode(seen)).hexdigest() == sha256_in_guest(sbx, "/tmp/b04")
 
 
@@ -304,7 +304,7 @@ def test_b14_deadline_twenty_times(sbx):
             sbx.commands.run("sleep 55.5", timeout=2)
         return time.monotonic() - started
 
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with concurrent.futures.ThreadPoolExecutor(10) as pool:
         times = list(pool.map(one, range(20)))
     assert all(1.9 <= t <= 3 for t in times), times
     eventually(lambda: sbx.commands.run("pgrep -fx 'sleep 55.5' || echo none").stdout == "none\n", 3)
@@ -324,8 +324,8 @@ def test_b17_every_exit_code_is_its_own(sbx):
             return error.exit_code
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        codes = list(pool.map(one, range(120)))
-    assert codes == [i % 250 for i in range(120)]
+        codes = list(pool.map(one, range(80)))
+    assert codes == [i % 250 for i in range(80)]
 
 
 def test_b19_subscribers_see_runs_without_gaps(sbx):
@@ -372,7 +372,7 @@ def test_b19_subscribers_see_runs_without_gaps(sbx):
 def test_b20_cut_streams_leave_nothing(sbx):
     agent = "ls /proc/1/fd | wc -l; awk '/Threads/ {print $2}' /proc/1/status"
     before = [int(n) for n in sbx.commands.run(agent, user="root").stdout.split()]
-    for _ in range(40):
+    for _ in range(20):
         handle = sbx.commands.run("yes", background=True, retain_output=False)
         reader = iter(handle)
         for _ in range(3):
@@ -414,30 +414,11 @@ def test_b28_create_envs_are_seen_everywhere(create):
     assert sandbox.commands.run("echo $FOO").stdout == "bar\n"
     assert sandbox.commands.run("echo $FOO", envs={"FOO": "mine"}).stdout == "mine\n"
     assert sandbox.commands.run("echo $FOO", user="root").stdout == "bar\n"
-    from e2b import PtySize
-
     terminal = sandbox.pty.create(PtySize(rows=24, cols=80))
     sandbox.pty.send_stdin(terminal.pid, b"echo =$FOO=; exit\n")
     seen = bytearray()
     terminal.wait(on_pty=seen.extend)
     assert b"=bar=" in seen
-
-
-def test_b13_and_b29_a_silent_command_outlives_every_default(create):
-    """A server in the background and a silent command, both past 60 s (the SDK's default and many proxies')."""
-    sandbox = create(timeout=200)
-    server = sandbox.commands.run("exec python3 -m http.server 8000", background=True, timeout=0)
-    server.disconnect()
-    started = time.monotonic()
-    result = sandbox.commands.run("sleep 63; echo end", timeout=0)
-    assert result.stdout == "end\n" and time.monotonic() - started > 62
-    import os
-
-    import httpx
-
-    headers = {"E2b-Sandbox-Id": sandbox.sandbox_id, "E2b-Sandbox-Port": "8000"}
-    assert httpx.get(os.environ["E2B_SANDBOX_URL"], headers=headers).status_code == 200
-    assert server.pid in [p.pid for p in sandbox.commands.list()]
 
 
 def test_b32_hogs_do_not_take_the_agent(create):

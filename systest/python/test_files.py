@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import random
+import time
 import uuid
 from datetime import datetime, timezone
 
@@ -16,6 +17,7 @@ from e2b import (
     FileNotFoundException,
     FileType,
     InvalidArgumentException,
+    NotEnoughSpaceException,
     SandboxException,
 )
 
@@ -248,10 +250,11 @@ def test_get_info(sbx, place):
 def test_links(sbx, place):
     sbx.commands.run("mkdir d; echo hi > d/f; ln -s d/f l; ln -s d ld; ln -s nowhere broken; ln -s loop loop", cwd=place)
     info = sbx.files.get_info(f"{place}/l")
-    assert (info.type, info.mode, info.symlink_target) == (FileType.FILE, 0o644, f"{place}/d/f")
+    # The SDK tells a link from what it leads to; the mode is the target's.
+    assert (info.type, info.mode, info.symlink_target) == (FileType.SYMLINK, 0o644, f"{place}/d/f")
     assert info.permissions == "Lrwxrwxrwx"
     info = sbx.files.get_info(f"{place}/ld")
-    assert (info.type, info.symlink_target) == (FileType.DIR, f"{place}/d")
+    assert (info.type, info.symlink_target) == (FileType.SYMLINK, f"{place}/d")
     assert sbx.files.read(f"{place}/l") == "hi\n"
     assert [e.path for e in sbx.files.list(f"{place}/ld")] == [f"{place}/ld/f"]
     assert sbx.files.exists(f"{place}/broken")
@@ -384,8 +387,6 @@ def test_b46_signatures(sbx, place):
     """Zero and one second do expire; nothing that was signed can be altered."""
     path = f"{place}/signed"
     sbx.files.write(path, "secret")
-    import time
-
     zero = sbx.download_url(path, use_signature_expiration=0)
     one = sbx.download_url(path, use_signature_expiration=1)
     one_up = sbx.upload_url(path, use_signature_expiration=1)
@@ -426,8 +427,6 @@ def test_an_expired_url_says_so(sbx):
 
 def test_no_space(create):
     """A full disk is an error of its own, and the sandbox lives on."""
-    from e2b import NotEnoughSpaceException
-
     sandbox = create()
     sandbox.commands.run("fallocate -l $(( $(df --output=avail -B1 / | tail -1) - 1048576 )) /filler || true", user="root")
     with pytest.raises(NotEnoughSpaceException):

@@ -10,7 +10,7 @@ from conftest import eventually
 from e2b import (
     AsyncSandbox,
     AuthenticationException,
-    NotFoundException,
+    ConnectionConfig,
     Sandbox,
     SandboxException,
     SandboxNotFoundException,
@@ -120,8 +120,8 @@ def test_timeout_kills(create):
     assert isinstance(caught.value, SandboxNotRunningException)
 
 
-def test_kill_cuts_a_running_command(create):
-    """B22: a cut stream is an error that says the sandbox is gone, soon, and never success."""
+def test_b22_kill_during_a_command_is_a_typed_error(create):
+    """A cut stream is an error that says the sandbox is gone, soon, and never success."""
     sandbox = create()
     handle = sandbox.commands.run("sleep 30; exit 3", background=True)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -133,9 +133,6 @@ def test_kill_cuts_a_running_command(create):
             waiting.result(timeout=5)
     assert time.monotonic() - started < 5
     assert "killed or reached its end of life" in str(caught.value)
-
-
-test_b22_kill_during_a_command_is_a_typed_error = test_kill_cuts_a_running_command
 
 
 def test_list_filters_order_and_pages(create):
@@ -210,7 +207,7 @@ def test_what_is_not_there(create):
         with pytest.raises(SandboxNotFoundException):
             call()
     assert Sandbox.kill(GONE) is False
-    with pytest.raises(NotFoundException):
+    with pytest.raises(SandboxException, match="404: .*no-such-template"):
         Sandbox.create(template="no-such-template")
 
 
@@ -220,7 +217,13 @@ def test_wrong_agent_token(sbx):
         sandbox_domain=None,
         envd_version=sbx._envd_version,
         envd_access_token="0" * 64,
-        connection_config=sbx.connection_config,
+        connection_config=ConnectionConfig(
+            extra_sandbox_headers={
+                "E2b-Sandbox-Id": sbx.sandbox_id,
+                "E2b-Sandbox-Port": "49983",
+                "X-Access-Token": "0" * 64,
+            }
+        ),
     )
     with pytest.raises(AuthenticationException):
         other.commands.run("true")

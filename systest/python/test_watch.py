@@ -98,14 +98,12 @@ def test_b49_paths_after_a_directory_was_renamed(sbx, place):
 def test_b50_too_many_events_are_an_error_not_a_loss(sbx, place):
     watcher = sbx.files.watch_dir(place)
     sbx.commands.run(
-        "python3 -c \"import os\nfor i in range(60000):\n f=os.open('x', os.O_CREAT|os.O_WRONLY); os.close(f); os.unlink('x')\"",
+        "python3 -c \"import os\nfor i in range(10000):\n f=os.open('x', os.O_CREAT|os.O_WRONLY); os.close(f); os.unlink('x')\"",
         cwd=place,
         timeout=60,
     )
-    try:
-        assert len(watcher.get_new_events()) == 120_000
-    except SandboxException as error:
-        assert "overflow" in str(error).lower() or "lost" in str(error).lower(), error
+    with pytest.raises(SandboxException, match="overflow|lost"):
+        watcher.get_new_events()
     resident = int(sbx.commands.run("awk '/VmRSS/ {print $2}' /proc/1/status", user="root").stdout)
     assert resident < 96 << 10
     # Usable again.
@@ -121,7 +119,7 @@ async def test_async_stream(asbx, place):
 
     def take(event):
         events.append((event.name, event.type))
-        if event == () or event.name == "sub/last":
+        if event.name == "sub/last":
             done.set()
 
     ended = []
