@@ -4,6 +4,7 @@ use std::future::Future;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode, Uri};
@@ -12,7 +13,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::{Connected, Connection};
-use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use proto::api::ErrorBody;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -21,6 +22,9 @@ use tokio::net::{TcpStream, UnixStream};
 
 /// Answers that are read whole may be this long.
 const ANSWER_LIMIT: usize = 64 << 20;
+/// Connections kept for the next requests, and for how long.
+const IDLE_CONNECTIONS: usize = 8;
+const IDLE: Duration = Duration::from_secs(30);
 
 /// A request body: whole or streamed.
 pub type Body = BoxBody<Bytes, std::io::Error>;
@@ -100,7 +104,11 @@ pub struct Http {
 impl Http {
     /// A client of `endpoint` that sends `headers` with every request.
     pub fn new(endpoint: Endpoint, headers: HeaderMap) -> Self {
-        let client = Client::builder(TokioExecutor::new()).build(Connector(endpoint.clone()));
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(IDLE)
+            .pool_max_idle_per_host(IDLE_CONNECTIONS)
+            .build(Connector(endpoint.clone()));
         Self { endpoint, headers, client }
     }
 

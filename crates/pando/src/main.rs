@@ -30,7 +30,10 @@ fn main() -> ExitCode {
             return ExitCode::from(failure);
         }
     };
-    match runtime.block_on(commands::execute(cli)) {
+    let outcome = runtime.block_on(commands::execute(cli));
+    // A read of standard input may still be under way in a thread, and only its user could end it.
+    runtime.shutdown_background();
+    match outcome {
         Ok(code) => ExitCode::from(code),
         Err(error) if output::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {

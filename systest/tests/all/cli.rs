@@ -24,7 +24,7 @@ fn text(bytes: &[u8]) -> String {
 #[test]
 fn run_passes_everything_through() {
     let server = Server::start().unwrap();
-    let large: Vec<u8> = (0..3_000_000u32).map(|n| (n * 7919 >> 8) as u8).collect();
+    let large: Vec<u8> = (0..3_000_000u32).map(|n| (n.wrapping_mul(7919) >> 8) as u8).collect();
     let echoed = output(&server, &["run", "--", "cat"], &large);
     assert!(echoed.stdout == large, "{} of {} bytes; {}", echoed.stdout.len(), large.len(), text(&echoed.stderr));
     assert_eq!(echoed.status.code(), Some(0));
@@ -63,7 +63,7 @@ fn sandboxes_are_made_used_and_ended() {
 
     let dir = tempfile::tempdir().unwrap();
     let (there, back) = (dir.path().join("there.bin"), dir.path().join("back.bin"));
-    let content: Vec<u8> = (0..20_000_000u32).map(|n| (n * 31 >> 3) as u8).collect();
+    let content: Vec<u8> = (0..20_000_000u32).map(|n| (n.wrapping_mul(31) >> 3) as u8).collect();
     std::fs::write(&there, &content).unwrap();
     let (there, back) = (there.display().to_string(), back.display().to_string());
     for arguments in [["cp", there.as_str(), &format!("{id}:data/x y.bin")], ["cp", &format!("{id}:data/x y.bin"), &back]] {

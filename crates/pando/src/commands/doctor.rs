@@ -29,6 +29,7 @@ struct Check {
 enum Verdict {
     Good,
     Slow,
+    Optional,
     Missing,
 }
 
@@ -52,6 +53,7 @@ pub(crate) async fn execute(target: &Target) -> Result<u8> {
         program("depmod", "depmod", "kmod"),
         program("apt-get", "apt-get", "apt"),
     ]);
+    checks.push(ping());
     checks.push(memory());
     checks.push(disk(&target.data_dir));
     checks.push(reachable(&target.data_dir));
@@ -64,6 +66,7 @@ pub(crate) async fn execute(target: &Target) -> Result<u8> {
             let mark = match check.verdict {
                 Verdict::Good => "ok  ",
                 Verdict::Slow => "slow",
+                Verdict::Optional => "note",
                 Verdict::Missing => "FAIL",
             };
             output::line(&format!("{mark}  {:<12} {}", check.name, check.found))?;
@@ -104,6 +107,21 @@ fn program(name: &'static str, program: &str, package: &str) -> Check {
             Verdict::Missing,
             "not found",
             format!("apt-get install --no-install-recommends {package}"),
+        ),
+    }
+}
+
+/// The edge sends a guest's pings as a user may, and many hosts let no user.
+fn ping() -> Check {
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ping_group_range").unwrap_or_default();
+    let mut bounds = range.split_whitespace().filter_map(|bound| bound.parse::<u64>().ok());
+    match (bounds.next(), bounds.next()) {
+        (Some(0), Some(_)) => Check::good("ping", "sandboxes can ping"),
+        _ => Check::not(
+            "ping",
+            Verdict::Optional,
+            "pings from sandboxes are dropped; all else works",
+            "sysctl -w net.ipv4.ping_group_range='0 0'",
         ),
     }
 }
