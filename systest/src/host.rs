@@ -45,7 +45,9 @@ pub fn machines(data: &Path) -> Vec<u32> {
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let Ok(arguments) = std::fs::read(entry.path().join("cmdline")) else { continue };
-        if arguments.starts_with(b"qemu-system-") && arguments.windows(needle.len()).any(|window| window == needle) {
+        if arguments.starts_with(b"qemu-system-")
+            && arguments.windows(needle.len()).any(|window| window == needle)
+        {
             found.push(pid);
         }
     }

@@ -239,7 +239,8 @@ fn link_made_things(from: &Path, to: &Path) -> Result<()> {
         }
     }
     // What the probe for KVM found holds for the host; without it each server would wait for another.
-    std::fs::copy(from.join("run/probe.json"), to.join("run/probe.json")).context("run `make setup` first")?;
+    std::fs::copy(from.join("run/probe.json"), to.join("run/probe.json"))
+        .context("run `make setup` first")?;
     Ok(())
 }
 
@@ -263,10 +264,9 @@ fn launch(dir: &Path) -> Result<(Child, String, String)> {
         if let (Ok(url), Ok(key)) = (
             std::fs::read_to_string(data.join("run/address")),
             std::fs::read_to_string(data.join("secrets/api-key")),
-        ) {
-            if url.ends_with('\n') {
-                return Ok((child, url.trim().to_owned(), key));
-            }
+        ) && url.ends_with('\n')
+        {
+            return Ok((child, url.trim().to_owned(), key));
         }
         if child.try_wait()?.is_some() || Instant::now() > deadline {
             let _ = child.kill();

@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 use bytes::Bytes;
-use client::http::{Http, whole};
 use client::Endpoint;
+use client::http::{Http, whole};
 use http::{HeaderMap, Method, StatusCode};
 use serde_json::Value;
 

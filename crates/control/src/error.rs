@@ -151,7 +151,7 @@ impl From<ClientError> for ApiError {
                 "node_disk_full" => Self::new(
                     StatusCode::SERVICE_UNAVAILABLE,
                     "node_disk_full",
-                    "the host's disk is full; free some space under the data directory",
+                    format!("{}; free some space under the data directory", body.message),
                 ),
                 _ => Self::new(
                     StatusCode::INTERNAL_SERVER_ERROR,

@@ -37,6 +37,7 @@ impl NodeError {
             Self::Conflict(_) => (StatusCode::CONFLICT, "sandbox_in_transition"),
             Self::Busy(_) => (StatusCode::SERVICE_UNAVAILABLE, "sandbox_capacity_unavailable"),
             Self::Stopping => (StatusCode::SERVICE_UNAVAILABLE, "node_stopping"),
+            Self::DiskFull { .. } => (StatusCode::SERVICE_UNAVAILABLE, "node_disk_full"),
             Self::Store(store::Error::Io { source, .. }) | Self::Io { source, .. }
                 if source.kind() == std::io::ErrorKind::StorageFull =>
             {

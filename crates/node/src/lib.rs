@@ -42,6 +42,14 @@ pub enum NodeError {
     /// The node has as many sandboxes as it may, or a sandbox's owner has too much to do.
     #[error("this node is full: {0}")]
     Busy(&'static str),
+    /// The host's disk is almost full.
+    #[error("the host has {free_mib} MiB of disk left, less than the {needed_mib} MiB it keeps free")]
+    DiskFull {
+        /// What is left.
+        free_mib: u64,
+        /// What must be.
+        needed_mib: u64,
+    },
     /// The node is shutting down.
     #[error("this node is shutting down")]
     Stopping,

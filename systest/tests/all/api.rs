@@ -52,7 +52,8 @@ async fn keys_are_required_everywhere_but_for_health() {
     }
     assert_eq!(request(&server.url, "GET", "/health", &[], "").await.unwrap().status, 200);
     let bearer = format!("Bearer {}", server.key);
-    let answer = request(&server.url, "GET", "/v2/sandboxes", &[("authorization", &bearer)], "").await.unwrap();
+    let answer =
+        request(&server.url, "GET", "/v2/sandboxes", &[("authorization", &bearer)], "").await.unwrap();
     assert_eq!(answer.status, 200);
     assert!(!server.log().contains(&server.key[8..]) || server.log().matches(&server.key).count() == 1);
 }
@@ -123,11 +124,15 @@ async fn what_was_accepted_is_what_is_shown() {
     let lifetime = detail.listed.end_at.duration_since(detail.listed.started_at).as_secs();
     assert!((1790..=1800).contains(&lifetime), "{lifetime}");
     assert_eq!(guest.sh("printf %s \"$FOO\"").await.unwrap().stdout, "bar \"'$");
-    assert_eq!(guest.sh("hostname; echo $E2B_SANDBOX_ID").await.unwrap().stdout, format!("{0}\n{0}\n", guest.id()));
+    assert_eq!(
+        guest.sh("hostname; echo $E2B_SANDBOX_ID").await.unwrap().stdout,
+        format!("{0}\n{0}\n", guest.id())
+    );
 
     // Connect never shortens, in either version; a timeout sets both ways (B61).
     for path in ["/v2/sandboxes", "/sandboxes"] {
-        let answer = call(&server, "POST", &format!("{path}/{}/connect", guest.id()), r#"{"timeout":60}"#).await;
+        let answer =
+            call(&server, "POST", &format!("{path}/{}/connect", guest.id()), r#"{"timeout":60}"#).await;
         assert_eq!(answer.status, 200, "{}", answer.text());
         assert_eq!(answer.json()["envdAccessToken"], guest.token());
     }
@@ -135,7 +140,8 @@ async fn what_was_accepted_is_what_is_shown() {
     server.api().set_timeout(guest.id(), 60).await.unwrap();
     let shorter = server.api().get(guest.id()).await.unwrap().listed.end_at;
     assert!(shorter < detail.listed.end_at);
-    let answer = call(&server, "POST", &format!("/sandboxes/{}/refreshes", guest.id()), r#"{"duration":600}"#).await;
+    let answer =
+        call(&server, "POST", &format!("/sandboxes/{}/refreshes", guest.id()), r#"{"duration":600}"#).await;
     assert_eq!(answer.status, 204);
     assert!(server.api().get(guest.id()).await.unwrap().listed.end_at > shorter);
 
@@ -164,7 +170,12 @@ async fn an_idempotency_key_makes_one_sandbox() {
     let again = post("one", body).await;
     let made = if first.status == 201 { &first } else { &second };
     assert_eq!(again.json()["sandboxID"], made.json()["sandboxID"]);
-    assert_error(&post("one", r#"{"templateID":"base"}"#).await, 409, "idempotency_request_mismatch", "new key");
+    assert_error(
+        &post("one", r#"{"templateID":"base"}"#).await,
+        409,
+        "idempotency_request_mismatch",
+        "new key",
+    );
     assert_error(&post("not a key", body).await, 400, "invalid_request", "Idempotency-Key");
     // A create that failed may be tried again.
     assert_eq!(post("two", r#"{"templateID":"nope"}"#).await.status, 404);
@@ -190,7 +201,10 @@ async fn limits_are_told_and_nothing_is_lost() {
         server.api().list().await.unwrap().len() == 1
     })
     .await;
-    assert_eq!(call(&server, "POST", "/v2/sandboxes", r#"{"templateID":"base","timeout":9}"#).await.status, 201);
+    assert_eq!(
+        call(&server, "POST", "/v2/sandboxes", r#"{"templateID":"base","timeout":9}"#).await.status,
+        201
+    );
 }
 
 #[tokio::test]
@@ -214,7 +228,8 @@ async fn browsers_can_read_the_paging_header_and_metrics_have_a_window() {
     let past = call(&server, "GET", &format!("{metrics}?start=1000&end=2000"), "").await;
     assert_eq!(past.json(), json!([]));
     assert_eq!(call(&server, "GET", &format!("{metrics}?start=2&end=1"), "").await.status, 400);
-    let many = call(&server, "GET", &format!("/sandboxes/metrics?sandbox_ids={},inone", guest.id()), "").await;
+    let many =
+        call(&server, "GET", &format!("/sandboxes/metrics?sandbox_ids={},inone", guest.id()), "").await;
     assert_eq!(many.json()["sandboxes"].as_object().unwrap().len(), 1);
     let logs = call(&server, "GET", &format!("/sandboxes/{}/logs", guest.id()), "").await;
     assert_eq!(logs.status, 200);

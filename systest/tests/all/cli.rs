@@ -7,7 +7,8 @@ use systest::Server;
 
 fn output(server: &Server, arguments: &[&str], input: &[u8]) -> Output {
     let mut command = server.cli(arguments);
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     let input = input.to_owned();
     // A command that does not read its input closes it: no fault of the test's.
@@ -26,10 +27,17 @@ fn run_passes_everything_through() {
     let server = Server::start().unwrap();
     let large: Vec<u8> = (0..3_000_000u32).map(|n| (n.wrapping_mul(7919) >> 8) as u8).collect();
     let echoed = output(&server, &["run", "--", "cat"], &large);
-    assert!(echoed.stdout == large, "{} of {} bytes; {}", echoed.stdout.len(), large.len(), text(&echoed.stderr));
+    assert!(
+        echoed.stdout == large,
+        "{} of {} bytes; {}",
+        echoed.stdout.len(),
+        large.len(),
+        text(&echoed.stderr)
+    );
     assert_eq!(echoed.status.code(), Some(0));
 
-    let failed = output(&server, &["run", "-e", "X=y z", "--", "sh", "-c", "echo \"$X\"; echo e >&2; exit 7"], b"");
+    let failed =
+        output(&server, &["run", "-e", "X=y z", "--", "sh", "-c", "echo \"$X\"; echo e >&2; exit 7"], b"");
     assert_eq!((text(&failed.stdout).as_str(), text(&failed.stderr).as_str()), ("y z\n", "e\n"));
     assert_eq!(failed.status.code(), Some(7));
     let killed = output(&server, &["run", "--", "sh", "-c", "kill -9 $$"], b"");
@@ -39,7 +47,11 @@ fn run_passes_everything_through() {
     let unknown = output(&server, &["run", "-t", "nope", "--", "true"], b"");
     assert_eq!(unknown.status.code(), Some(125));
     assert!(text(&unknown.stderr).contains("template \"nope\" was not found"), "{}", text(&unknown.stderr));
-    assert_eq!(text(&output(&server, &["ls", "--json"], b"").stdout).trim(), "[]", "run leaves nothing behind");
+    assert_eq!(
+        text(&output(&server, &["ls", "--json"], b"").stdout).trim(),
+        "[]",
+        "run leaves nothing behind"
+    );
 }
 
 #[test]
@@ -57,7 +69,8 @@ fn ctrl_c_ends_the_command_and_the_sandbox() {
 #[test]
 fn sandboxes_are_made_used_and_ended() {
     let server = Server::start().unwrap();
-    let id = text(&output(&server, &["create", "--timeout", "600", "-m", "who=me"], b"").stdout).trim().to_owned();
+    let id =
+        text(&output(&server, &["create", "--timeout", "600", "-m", "who=me"], b"").stdout).trim().to_owned();
     let listed = text(&output(&server, &["ls"], b"").stdout);
     assert!(listed.contains(&id) && listed.contains("who=me") && listed.contains("base"), "{listed}");
 
@@ -66,15 +79,22 @@ fn sandboxes_are_made_used_and_ended() {
     let content: Vec<u8> = (0..20_000_000u32).map(|n| (n.wrapping_mul(31) >> 3) as u8).collect();
     std::fs::write(&there, &content).unwrap();
     let (there, back) = (there.display().to_string(), back.display().to_string());
-    for arguments in [["cp", there.as_str(), &format!("{id}:data/x y.bin")], ["cp", &format!("{id}:data/x y.bin"), &back]] {
+    for arguments in
+        [["cp", there.as_str(), &format!("{id}:data/x y.bin")], ["cp", &format!("{id}:data/x y.bin"), &back]]
+    {
         let copied = output(&server, &arguments, b"");
         assert!(copied.status.success(), "{}", text(&copied.stderr));
     }
     assert!(std::fs::read(&back).unwrap() == content);
-    let listed = output(&server, &["exec", "-u", "root", "-w", "/tmp", &id, "--", "sh", "-c", "id -un; pwd"], b"");
+    let listed =
+        output(&server, &["exec", "-u", "root", "-w", "/tmp", &id, "--", "sh", "-c", "id -un; pwd"], b"");
     assert_eq!(text(&listed.stdout), "root\n/tmp\n");
     let missing = output(&server, &["cp", &format!("{id}:/nope"), &back], b"");
-    assert!(!missing.status.success() && text(&missing.stderr).contains("/nope"), "{}", text(&missing.stderr));
+    assert!(
+        !missing.status.success() && text(&missing.stderr).contains("/nope"),
+        "{}",
+        text(&missing.stderr)
+    );
     assert!(output(&server, &["logs", &id], b"").status.success());
 
     assert_eq!(text(&output(&server, &["kill", &id], b"").stdout).trim(), id);
@@ -101,13 +121,17 @@ fn exec_gives_a_terminal() {
 fn help_env_and_doctor_say_what_is_there() {
     let server = Server::start().unwrap();
     let environment = text(&output(&server, &["env"], b"").stdout);
-    for line in ["export E2B_API_KEY=e2b_", "export E2B_API_URL=http://127.0.0.1:", "export E2B_SANDBOX_URL=http"] {
+    for line in
+        ["export E2B_API_KEY=e2b_", "export E2B_API_URL=http://127.0.0.1:", "export E2B_SANDBOX_URL=http"]
+    {
         assert!(environment.contains(line), "{environment}");
     }
     let doctor = output(&server, &["doctor", "--json"], b"");
     assert_eq!(doctor.status.code(), Some(0), "{}", text(&doctor.stdout));
     let checks: serde_json::Value = serde_json::from_slice(&doctor.stdout).unwrap();
-    assert!(checks.as_array().unwrap().iter().any(|check| check["name"] == "qemu" && check["verdict"] == "good"));
+    assert!(
+        checks.as_array().unwrap().iter().any(|check| check["name"] == "qemu" && check["verdict"] == "good")
+    );
     let templates = text(&output(&server, &["template", "ls"], b"").stdout);
     assert!(templates.contains("base"), "{templates}");
     assert_eq!(output(&server, &["nonsense"], b"").status.code(), Some(2));

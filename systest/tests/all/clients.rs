@@ -13,7 +13,8 @@ fn python(name: &str) -> PathBuf {
 
 fn run(mut command: Command, server: &mut Server) {
     let output = command.envs(server.environment()).current_dir(root()).output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     println!("{text}");
     assert!(output.status.success(), "{command:?} failed:\n{text}");
     assert!(server.is_alive(), "the server survived it");

@@ -28,26 +28,50 @@ async fn private_places_are_out_of_reach() {
     // Something listens on every address of the host, the one towards the other host included.
     let everywhere = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
     let open = everywhere.local_addr().unwrap().port();
-    let mut ours: Vec<String> = vec!["127.0.0.1".into(), "127.1.2.3".into(), "0.0.0.0".into(), "10.0.2.2".into()];
+    let mut ours: Vec<String> =
+        vec!["127.0.0.1".into(), "127.1.2.3".into(), "0.0.0.0".into(), "10.0.2.2".into()];
     let addresses = std::process::Command::new("hostname").arg("-I").output().unwrap();
-    ours.extend(String::from_utf8_lossy(&addresses.stdout).split_whitespace().filter(|a| !a.contains(':')).map(str::to_owned));
-    assert!(ours.iter().any(|address| address.starts_with("203.0.113.")), "the host's own public address is among them");
+    ours.extend(
+        String::from_utf8_lossy(&addresses.stdout)
+            .split_whitespace()
+            .filter(|a| !a.contains(':'))
+            .map(str::to_owned),
+    );
+    assert!(
+        ours.iter().any(|address| address.starts_with("203.0.113.")),
+        "the host's own public address is among them"
+    );
     for address in &ours {
         for port in [port, open] {
             // In the guest, loopback is the guest's own: nothing listens there.
             assert!(!connects(&one, address, port).await, "{address}:{port}");
         }
     }
-    for address in ["169.254.169.254", "10.0.0.1", "172.16.0.1", "192.168.1.1", "100.64.0.1", "224.0.0.1", "255.255.255.255", "198.18.0.1"] {
+    for address in [
+        "169.254.169.254",
+        "10.0.0.1",
+        "172.16.0.1",
+        "192.168.1.1",
+        "100.64.0.1",
+        "224.0.0.1",
+        "255.255.255.255",
+        "198.18.0.1",
+    ] {
         assert!(!connects(&one, address, 80).await, "{address}");
     }
     // Guests have the same address; an agent that answers is one's own.
     assert!(connects(&one, "10.0.2.15", 49983).await);
-    let sixth = one.sh("ip -6 addr show dev eth0; ip -6 route show default; curl -sg -m 2 'http://[fe80::1]/'; true").await;
+    let sixth = one
+        .sh("ip -6 addr show dev eth0; ip -6 route show default; curl -sg -m 2 'http://[fe80::1]/'; true")
+        .await;
     assert_eq!(sixth.unwrap().stdout, "", "there is no IPv6 on the link");
     // The other host can be reached, so all this is policy and not a broken network.
     let _listener = systest::host::Killed(
-        host.command("python3").args(["-m", "http.server", "8080"]).stderr(std::process::Stdio::null()).spawn().unwrap(),
+        host.command("python3")
+            .args(["-m", "http.server", "8080"])
+            .stderr(std::process::Stdio::null())
+            .spawn()
+            .unwrap(),
     );
     systest::eventually(std::time::Duration::from_secs(10), "the other host answers", async || {
         connects(&one, &host.address, 8080).await
@@ -60,7 +84,11 @@ async fn without_internet_nothing_is_reached() {
     let server = Server::start().unwrap();
     let host = OtherHost::new().unwrap();
     let _listener = systest::host::Killed(
-        host.command("python3").args(["-m", "http.server", "8080"]).stderr(std::process::Stdio::null()).spawn().unwrap(),
+        host.command("python3")
+            .args(["-m", "http.server", "8080"])
+            .stderr(std::process::Stdio::null())
+            .spawn()
+            .unwrap(),
     );
     let new = NewSandbox { allow_internet_access: Some(false), ..NewSandbox::default() };
     let guest = server.create_with(new).await.unwrap();
@@ -75,8 +103,11 @@ async fn tokens_open_one_sandbox_only() {
     let (one, two) = tokio::join!(server.create(), server.create());
     let (one, two) = (one.unwrap(), two.unwrap());
     let ask = async |guest: &Guest, token: Option<&str>, method: &str, path: &str, body: &'static str| {
-        let mut headers =
-            vec![("e2b-sandbox-id", guest.id().as_str()), ("e2b-sandbox-port", "49983"), ("content-type", "application/json")];
+        let mut headers = vec![
+            ("e2b-sandbox-id", guest.id().as_str()),
+            ("e2b-sandbox-port", "49983"),
+            ("content-type", "application/json"),
+        ];
         headers.extend(token.map(|token| ("x-access-token", token)));
         request(&server.url, method, path, &headers, body).await.unwrap()
     };
@@ -115,10 +146,15 @@ async fn file_paths_stay_in_the_guest_and_its_rights() {
     let guest = server.create().await.unwrap();
     let canary = systest::root().join(".cache/systest/canary");
     std::fs::write(&canary, "host").unwrap();
-    guest.sh("ln -s / root; ln -s /etc/shadow shadow; mkfifo pipe; ln -s loop loop; ln -s /etc/passwd pw").await.unwrap();
+    guest
+        .sh("ln -s / root; ln -s /etc/shadow shadow; mkfifo pipe; ln -s loop loop; ln -s /etc/passwd pw")
+        .await
+        .unwrap();
     let read = async |path: &str| -> Result<String, String> {
         let response = guest.agent.read_file(path).await.map_err(|error| error.to_string())?;
-        let body = http_body_util::BodyExt::collect(response.into_body()).await.map_err(|error| error.to_string())?;
+        let body = http_body_util::BodyExt::collect(response.into_body())
+            .await
+            .map_err(|error| error.to_string())?;
         Ok(String::from_utf8_lossy(&body.to_bytes()).into_owned())
     };
     for path in [

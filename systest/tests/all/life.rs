@@ -15,7 +15,8 @@ async fn settles_to(server: &Server, before: &Holdings) {
     eventually(Duration::from_secs(20), &format!("the host is as it was: {before:?}"), async || {
         let now = Holdings::of(server);
         println!("{now:?}");
-        (now.machines, now.directories, now.half_made) == (before.machines, before.directories, before.half_made)
+        (now.machines, now.directories, now.half_made)
+            == (before.machines, before.directories, before.half_made)
             && near(now.descriptors, before.descriptors)
             && near(now.threads, before.threads)
     })
@@ -45,21 +46,31 @@ async fn twenty_at_once_are_apart_and_leave_nothing() {
         let lines: Vec<&str> = said.lines().collect();
         assert_eq!(lines[0], guest.id().as_str());
         for line in &lines[..4] {
-            assert!(seen.insert((*line).to_owned()), "each copy has its own name, machine-id and random bytes: {line}");
+            assert!(
+                seen.insert((*line).to_owned()),
+                "each copy has its own name, machine-id and random bytes: {line}"
+            );
         }
         let skew = now - lines[4].parse::<i128>().unwrap();
-        assert!(skew.abs() < 120_000_000_000, "the clock is the host's, give or take the time of the test: {skew}");
+        assert!(
+            skew.abs() < 120_000_000_000,
+            "the clock is the host's, give or take the time of the test: {skew}"
+        );
     }
     // Each machine runs as a user of its own, without privileges.
     let mut users = BTreeSet::new();
     for pid in machines(&server.data()) {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
+        let field =
+            |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
         assert!(users.insert(field("Uid:")));
         assert_eq!(field("CapEff:"), "0000000000000000");
         assert_eq!((field("Seccomp:"), field("NoNewPrivs:")), ("2".to_owned(), "1".to_owned()));
     }
-    futures::future::join_all(guests.iter().map(|guest| async { server.api().kill(guest.id()).await.unwrap() })).await;
+    futures::future::join_all(
+        guests.iter().map(|guest| async { server.api().kill(guest.id()).await.unwrap() }),
+    )
+    .await;
     assert!(server.api().list().await.unwrap().is_empty());
     // Each holds a connection to the server of its own.
     drop(guests);
@@ -90,13 +101,19 @@ async fn time_is_kept() {
     let timed = NewSandbox { timeout: Some(3), ..NewSandbox::default() };
     let guest = server.create_with(timed).await.unwrap();
     let ended = Instant::now();
-    eventually(Duration::from_secs(6), "the timeout ends it", async || server.api().get(guest.id()).await.is_err()).await;
+    eventually(Duration::from_secs(6), "the timeout ends it", async || {
+        server.api().get(guest.id()).await.is_err()
+    })
+    .await;
     assert!(ended.elapsed() > Duration::from_secs(1));
     let error = server.api().get(guest.id()).await.unwrap_err().to_string();
     assert!(error.contains("its timeout was reached"), "{error}");
     let guest = server.create().await.unwrap();
     server.api().set_timeout(guest.id(), 0).await.unwrap();
-    eventually(Duration::from_secs(5), "zero ends it now", async || server.api().list().await.unwrap().is_empty()).await;
+    eventually(Duration::from_secs(5), "zero ends it now", async || {
+        server.api().list().await.unwrap().is_empty()
+    })
+    .await;
     assert!(machines(&server.data()).is_empty());
 }
 
@@ -106,7 +123,10 @@ async fn a_machine_that_dies_is_noticed() {
     let guest = server.create().await.unwrap();
     let pid = machines(&server.data())[0];
     systest::signal(pid, Signal::KILL).unwrap();
-    eventually(Duration::from_secs(5), "the API says so", async || server.api().get(guest.id()).await.is_err()).await;
+    eventually(Duration::from_secs(5), "the API says so", async || {
+        server.api().get(guest.id()).await.is_err()
+    })
+    .await;
     let error = server.api().get(guest.id()).await.unwrap_err().to_string();
     assert!(error.contains("its virtual machine ended unexpectedly"), "{error}");
     let headers = [("e2b-sandbox-id", guest.id().as_str()), ("e2b-sandbox-port", "49983")];
@@ -115,7 +135,10 @@ async fn a_machine_that_dies_is_noticed() {
     // The guest can end its own machine as well.
     let guest = server.create().await.unwrap();
     let _ = guest.root_sh("echo o > /proc/sysrq-trigger; sleep 5").await;
-    eventually(Duration::from_secs(10), "a power-off is noticed", async || machines(&server.data()).is_empty()).await;
+    eventually(Duration::from_secs(10), "a power-off is noticed", async || {
+        machines(&server.data()).is_empty()
+    })
+    .await;
     assert_eq!(Holdings::of(&server).directories, 0);
 }
 
@@ -200,7 +223,36 @@ async fn full_disks_are_told() {
         ("x-access-token", guest.token()),
         ("content-type", "application/octet-stream"),
     ];
-    let answer = request(&server.url, "POST", "/files?path=/home/user/x", &headers, vec![7u8; 4 << 20]).await.unwrap();
+    let answer =
+        request(&server.url, "POST", "/files?path=/home/user/x", &headers, vec![7u8; 4 << 20]).await.unwrap();
     assert_eq!(answer.status, 507, "{}", answer.text());
     assert_eq!(guest.sh("echo ok").await.unwrap().stdout, "ok\n", "the agent is well");
+}
+
+#[tokio::test]
+async fn a_host_without_space_or_room_refuses() {
+    for (limit, status, word) in [
+        ("min_free_mib = 1000000000000", 503, "node_disk_full"),
+        ("max_sandboxes = 1", 503, "sandbox_capacity_unavailable"),
+    ] {
+        let server = Server::start_with(&format!("[limits]\n{limit}\n")).unwrap();
+        let headers = [("x-api-key", server.key.as_str())];
+        let create = async || {
+            request(&server.url, "POST", "/v2/sandboxes", &headers, r#"{"templateID":"base"}"#).await.unwrap()
+        };
+        create().await;
+        let answer = create().await;
+        assert_eq!(
+            (answer.status.as_u16(), answer.json()["error_code"].as_str()),
+            (status, Some(word)),
+            "{}",
+            answer.text()
+        );
+        assert!(answer.json()["message"].as_str().unwrap().len() > 20);
+        let holdings = Holdings::of(&server);
+        assert_eq!(
+            (holdings.machines, holdings.directories),
+            (usize::from(word != "node_disk_full"), holdings.machines)
+        );
+    }
 }

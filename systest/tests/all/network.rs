@@ -82,14 +82,27 @@ fn name_server(names: &'static [(&'static str, [u8; 4])]) -> SocketAddr {
         while let Ok((length, from)) = socket.recv_from(&mut query) {
             let (mut name, mut at) = (Vec::new(), 12);
             while query[at] != 0 {
-                name.push(String::from_utf8_lossy(&query[at + 1..at + 1 + query[at] as usize]).to_lowercase());
+                name.push(
+                    String::from_utf8_lossy(&query[at + 1..at + 1 + query[at] as usize]).to_lowercase(),
+                );
                 at += 1 + query[at] as usize;
             }
             let (name, wants_a) = (name.join("."), query[at + 1..at + 3] == [0, 1]);
             let found = names.iter().find(|(known, _)| *known == name);
             let mut answer = query[..at + 5].to_vec();
             let _ = length;
-            answer[2..12].copy_from_slice(&[0x81, if found.is_some() { 0x80 } else { 0x83 }, 0, 1, 0, 0, 0, 0, 0, 0]);
+            answer[2..12].copy_from_slice(&[
+                0x81,
+                if found.is_some() { 0x80 } else { 0x83 },
+                0,
+                1,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ]);
             if let (Some((_, ip)), true) = (found, wants_a) {
                 answer[7] = 1;
                 answer.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4]);
@@ -103,7 +116,11 @@ fn name_server(names: &'static [(&'static str, [u8; 4])]) -> SocketAddr {
 
 #[tokio::test]
 async fn names_are_resolved_and_private_answers_are_not_believed() {
-    let good = name_server(&[("good.test", [203, 0, 113, 250]), ("evil.test", [127, 0, 0, 1]), ("meta.test", [169, 254, 169, 254])]);
+    let good = name_server(&[
+        ("good.test", [203, 0, 113, 250]),
+        ("evil.test", [127, 0, 0, 1]),
+        ("meta.test", [169, 254, 169, 254]),
+    ]);
     let dead = UdpSocket::bind("127.0.0.1:0").unwrap();
     let dead = dead.local_addr().unwrap(); // closed at once: nobody answers there
     let server = Server::start_with(&format!("dns = [\"{dead}\", \"{good}\"]\n")).unwrap();
@@ -123,19 +140,27 @@ async fn ports_of_the_guest_are_reached_wherever_they_listen() {
     let server = Server::start().unwrap();
     let guest = server.create().await.unwrap();
     for (port, bind) in [(8001, "0.0.0.0"), (8002, "127.0.0.1"), (8003, "::")] {
-        guest.sh(&format!("setsid python3 -m http.server {port} --bind {bind} >/dev/null 2>&1 & sleep 0.1")).await.unwrap();
+        guest
+            .sh(&format!("setsid python3 -m http.server {port} --bind {bind} >/dev/null 2>&1 & sleep 0.1"))
+            .await
+            .unwrap();
         let path = format!("/sandbox/{}/{port}/", guest.id());
         eventually(Duration::from_secs(15), "the port answers", async || {
             systest::raw::request(&server.url, "GET", &path, &[], "").await.unwrap().status == 200
         })
         .await;
     }
-    let closed = systest::raw::request(&server.url, "GET", &format!("/sandbox/{}/8009/", guest.id()), &[], "").await.unwrap();
+    let closed =
+        systest::raw::request(&server.url, "GET", &format!("/sandbox/{}/8009/", guest.id()), &[], "")
+            .await
+            .unwrap();
     assert_eq!(closed.status, 502);
     assert_eq!(closed.json()["message"], "The sandbox is running but port is not open");
     assert_eq!(closed.json()["port"], 8009);
     server.api().kill(guest.id()).await.unwrap();
-    let gone = systest::raw::request(&server.url, "GET", &format!("/sandbox/{}/8001/", guest.id()), &[], "").await.unwrap();
+    let gone = systest::raw::request(&server.url, "GET", &format!("/sandbox/{}/8001/", guest.id()), &[], "")
+        .await
+        .unwrap();
     assert_eq!(gone.status, 502);
     assert_eq!(gone.json()["message"], "The sandbox was not found");
 }
@@ -153,7 +178,8 @@ async fn slow_readers_lose_nothing() {
             let (address, id) = (address.clone(), guest.id().to_string());
             std::thread::spawn(move || {
                 let mut stream = TcpStream::connect(address).unwrap();
-                write!(stream, "GET /sandbox/{id}/8000/big HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+                write!(stream, "GET /sandbox/{id}/8000/big HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                    .unwrap();
                 let (mut all, mut buffer) = (Vec::new(), vec![0u8; 1 << 20]);
                 loop {
                     let count = stream.read(&mut buffer).unwrap();
@@ -171,7 +197,11 @@ async fn slow_readers_lose_nothing() {
     for reader in readers {
         let body = reader.join().unwrap();
         assert_eq!(body.len(), 30_000_000);
-        let mut hash = std::process::Command::new("sha256sum").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut hash = std::process::Command::new("sha256sum")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
         hash.stdin.take().unwrap().write_all(&body).unwrap();
         let output = hash.wait_with_output().unwrap();
         assert_eq!(&output.stdout[..64], digest.as_bytes());

@@ -34,6 +34,9 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 /// Writing device state and what is dirty in the page cache.
 const SAVE_LIMIT: Duration = Duration::from_secs(120);
 const STDERR_LIMIT: usize = 4096;
+/// A sandbox does not outlive its host, so what the guest flushes need not reach the disk. A host without space is an
+/// I/O error in the guest; QEMU would otherwise stop the machine in silence.
+const DRIVE: &str = "cache=unsafe,discard=unmap,werror=report,rerror=report";
 
 /// How QEMU runs guest code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -227,7 +230,7 @@ impl Driver for Qemu {
                 memory: spec.memory.display().to_string(),
                 memory_is_written: true,
                 drive: format!(
-                    "if=none,id=disk,format=raw,cache=unsafe,discard=unmap,file={}",
+                    "if=none,id=disk,format=raw,{DRIVE},file={}",
                     option_value(&spec.disk.display().to_string())
                 ),
             };
@@ -271,7 +274,7 @@ impl Driver for Qemu {
                 memory: format!("/proc/self/fd/{}", memory.as_raw_fd()),
                 memory_is_written: false,
                 drive: format!(
-                    "if=none,id=disk,format=qcow2,cache=unsafe,discard=unmap,file={}",
+                    "if=none,id=disk,format=qcow2,{DRIVE},file={}",
                     option_value(&delta.display().to_string())
                 ),
             };

@@ -47,6 +47,8 @@ pub struct NodeConfig {
     pub max_sandboxes: usize,
     /// Machines that may be starting at the same time; more wait. A start is mostly CPU time.
     pub starts_at_once: usize,
+    /// Disk that must be free for a sandbox to be made.
+    pub min_free_mib: u64,
     /// The first of the user IDs that machines run under, one each.
     pub uid_base: u32,
 }
@@ -61,6 +63,7 @@ pub(crate) struct Inner {
     pub(crate) links: Links,
     pub(crate) starts: Semaphore,
     pub(crate) uids: Uids,
+    pub(crate) min_free_mib: u64,
     max_sandboxes: usize,
     templates: HashMap<TemplateId, Arc<Parked>>,
     sandboxes: Mutex<HashMap<SandboxId, Arc<Entry>>>,
@@ -158,6 +161,7 @@ impl Node {
             links: config.links,
             starts: Semaphore::new(config.starts_at_once.max(1)),
             uids: Uids::new(config.uid_base),
+            min_free_mib: config.min_free_mib,
             max_sandboxes: config.max_sandboxes,
             templates,
             sandboxes: Mutex::default(),

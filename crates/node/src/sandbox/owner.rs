@@ -153,6 +153,7 @@ async fn start(
 ) -> Result<Option<EndReason>, NodeError> {
     let spec = &entry.spec;
     let _turn = node.inner().starts.acquire().await.map_err(|_| NodeError::Stopping)?;
+    check_space(node)?;
     let uid = *resources.uid.insert(node.inner().uids.take());
     let dir = node.inner().data.sandbox(&spec.id);
     make_private_dir(&dir, uid)?;
@@ -187,6 +188,18 @@ async fn start(
     }
     resources.tasks.push(tokio::spawn(metrics::sample(agent, entry.samples.clone())));
     Ok(None)
+}
+
+/// A sandbox writes to the host's disk as it likes, up to its own disk's size: none is begun when little is left.
+fn check_space(node: &Node) -> Result<(), NodeError> {
+    let dir = node.inner().data.sandboxes();
+    let stat = rustix::fs::statvfs(&dir).map_err(|errno| NodeError::Io {
+        verb: "look at the disk under",
+        path: dir,
+        source: errno.into(),
+    })?;
+    let (free_mib, needed_mib) = ((stat.f_bavail * stat.f_frsize) >> 20, node.inner().min_free_mib);
+    if free_mib < needed_mib { Err(NodeError::DiskFull { free_mib, needed_mib }) } else { Ok(()) }
 }
 
 /// A directory that only `uid` (and root) can enter.

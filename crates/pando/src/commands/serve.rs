@@ -139,6 +139,7 @@ impl Serve {
             driver: Arc::new(qemu),
             links,
             max_sandboxes: limits.max_sandboxes,
+            min_free_mib: limits.min_free_mib,
             starts_at_once: if limits.starts_at_once == 0 { 2 * cpus } else { limits.starts_at_once },
             uid_base: limits.uid_base,
         })
