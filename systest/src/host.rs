@@ -40,14 +40,12 @@ impl Holdings {
 
 /// Process IDs of the machines of a data directory.
 pub fn machines(data: &Path) -> Vec<u32> {
-    let needle = data.as_os_str().as_encoded_bytes();
+    let mark = [b"PANDO_MACHINE_DIR=", data.as_os_str().as_encoded_bytes(), b"/"].concat();
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        let Ok(arguments) = std::fs::read(entry.path().join("cmdline")) else { continue };
-        if arguments.starts_with(b"qemu-system-")
-            && arguments.windows(needle.len()).any(|window| window == needle)
-        {
+        let Ok(environment) = std::fs::read(entry.path().join("environ")) else { continue };
+        if environment.split(|byte| *byte == 0).any(|variable| variable.starts_with(&mark)) {
             found.push(pid);
         }
     }

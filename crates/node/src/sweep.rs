@@ -1,7 +1,8 @@
 //! What a crash left: processes and directories of sandboxes that have no owner.
 //!
-//! Everything a sandbox has on this host carries its ID or lies in its directory, so nothing needs to be remembered:
-//! a QEMU whose command line names this data directory belongs to a server that is gone, since this one holds the lock.
+//! Everything a sandbox has on this host carries its ID or lies in its directory, so nothing needs to be remembered: each
+//! machine has its directory in its environment, and one in this data directory belongs to a server that is gone, since
+//! this one holds the lock.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use std::time::{Duration, Instant};
 use store::layout::DataDir;
 
 use crate::NodeError;
+use crate::machine::qemu::MARK;
 
 /// What was removed.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -45,20 +47,18 @@ pub fn sweep(data: &DataDir) -> Result<Swept, NodeError> {
     Ok(swept)
 }
 
-/// QEMU processes whose arguments name something in `root`.
+/// Machines whose directory is in `root`. Only root can give a process of another user this environment, or read it.
 fn machines_of(root: &Path) -> Vec<rustix::process::Pid> {
     let mut found = Vec::new();
     let Ok(entries) = std::fs::read_dir("/proc") else { return found };
-    let needle = [root.as_os_str().as_encoded_bytes(), b"/"].concat();
+    let mark = [MARK.as_bytes(), b"=", root.as_os_str().as_encoded_bytes(), b"/"].concat();
     for entry in entries.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
             continue;
         };
-        let Ok(arguments) = std::fs::read(entry.path().join("cmdline")) else { continue };
-        let program = arguments.split(|byte| *byte == 0).next().unwrap_or_default();
-        let is_machine =
-            program.rsplit(|byte| *byte == b'/').next().is_some_and(|n| n.starts_with(b"qemu-system-"));
-        if is_machine && arguments.windows(needle.len()).any(|window| window == needle.as_slice()) {
+        // A zombie's is empty: it holds nothing any more.
+        let Ok(environment) = std::fs::read(entry.path().join("environ")) else { continue };
+        if environment.split(|byte| *byte == 0).any(|variable| variable.starts_with(&mark)) {
             found.extend(rustix::process::Pid::from_raw(pid));
         }
     }
@@ -68,25 +68,23 @@ fn machines_of(root: &Path) -> Vec<rustix::process::Pid> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::process::CommandExt;
 
     #[test]
     fn a_left_over_machine_and_its_directory_go_and_others_stay() {
         let root = tempfile::tempdir().unwrap();
         let data = DataDir::open(root.path()).unwrap();
         std::fs::create_dir(data.sandboxes().join("iabc")).unwrap();
-        let path = data.sandboxes().join("iabc/delta.qcow2").display().to_string();
-        // A shell that waits for input, under a machine's name and with `argument` among its arguments.
-        let start = |argument: &str| {
+        // A shell that waits for input, in a machine's environment.
+        let start = |dir: &Path| {
             std::process::Command::new("sh")
-                .arg0("qemu-system-x86_64")
-                .args(["-c", "read line", argument])
+                .args(["-c", "read line"])
+                .env(MARK, dir)
                 .stdin(std::process::Stdio::piped())
                 .spawn()
                 .unwrap()
         };
-        let mut machine = start(&path);
-        let mut other = start("/elsewhere/sandboxes/iabc/delta.qcow2");
+        let mut machine = start(&data.sandboxes().join("iabc"));
+        let mut other = start(Path::new("/elsewhere/sandboxes/iabc"));
         std::thread::sleep(Duration::from_millis(100));
         let reaper = std::thread::spawn(move || machine.wait());
         let swept = sweep(&data).unwrap();

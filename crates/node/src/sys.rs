@@ -11,8 +11,8 @@ use tokio::process::Command;
 ///
 /// The descriptors stay close-on-exec in this process: clearing the flag here would hand them to every other child that
 /// another thread starts at the same moment.
-pub(crate) fn confine(command: &mut Command, uid: u32, fds: &[OwnedFd]) {
-    let fds: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+pub(crate) fn confine(command: &mut Command, uid: u32, fds: &[&OwnedFd]) {
+    let fds: Vec<i32> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
     command.uid(uid).gid(uid);
     // SAFETY: the closure runs in the forked child before exec, where only async-signal-safe calls are allowed. It makes
     // plain system calls through libc, reads memory that was allocated before the fork, allocates nothing and takes no lock. `fds` are open in the

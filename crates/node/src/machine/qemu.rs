@@ -1,13 +1,13 @@
 //! The driver `qemu`: the same guest on QEMU's microvm machine, with KVM or with TCG.
 //!
 //! One process is one machine. It runs under a user ID of its own, under QEMU's own seccomp filter (no new processes,
-//! no privileges), with everything it talks to handed over as descriptors: frames, console, control, memory, state.
-//! It opens two files by path: its own disk delta, and the template's disk, which it may only read.
+//! no privileges), with everything it talks to handed over as descriptors: frames, console, control, memory, device
+//! state, disks. It needs no path, so the data directory may lie where only root can go.
 //!
 //! A restore names neither kernel nor initramfs: both are in the restored memory, and reading 53 MB of kernel would
 //! double the time to QMP's greeting (33 against 20 ms, `docs/performance.md`).
 
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
@@ -36,7 +36,15 @@ const SAVE_LIMIT: Duration = Duration::from_secs(120);
 const STDERR_LIMIT: usize = 4096;
 /// A sandbox does not outlive its host, so what the guest flushes need not reach the disk. A host without space is an
 /// I/O error in the guest; QEMU would otherwise stop the machine in silence.
-const DRIVE: &str = "cache=unsafe,discard=unmap,werror=report,rerror=report";
+const BLOCK_DEVICE: &str = "virtio-blk-device,drive=disk,werror=report,rerror=report";
+const WRITTEN: &str = "discard=unmap,cache.no-flush=on";
+/// Descriptors that QEMU opens as `/dev/fdset/N`.
+const WRITTEN_SET: u32 = 1;
+const TEMPLATE_SET: u32 = 2;
+/// The name under which QEMU gets the descriptor it saves to.
+const STATE_STREAM: &str = "state";
+/// In the environment of each machine: its directory, by which a sweep finds what an earlier server left.
+pub(crate) const MARK: &str = "PANDO_MACHINE_DIR";
 
 /// How QEMU runs guest code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,12 +108,12 @@ impl Qemu {
         line
     }
 
-    /// Starts QEMU with the arguments that boot and restore share, plus `extra`. `memory` is a path QEMU can open.
+    /// Starts QEMU with the arguments that boot and restore share, plus `extra`. It inherits `fds` under their numbers.
     fn spawn(
         &self,
         shared: &Shared<'_>,
         extra: &[String],
-        mut fds: Vec<OwnedFd>,
+        fds: &[&OwnedFd],
     ) -> Result<Spawned, MachineError> {
         let io = |verb| move |source| MachineError::Io { verb, source };
         let (link, link_theirs) = socket_pair().map_err(io("make a link"))?;
@@ -131,24 +139,25 @@ impl Qemu {
             .args(["-mon", "chardev=qmp,mode=control"])
             .args(["-netdev", &format!("stream,id=net,addr.type=fd,addr.str={}", link_theirs.as_raw_fd())])
             .args(["-device", &format!("virtio-net-device,netdev=net,mac={},host_mtu={MTU}", mac())])
-            .args(["-drive", &shared.drive, "-device", "virtio-blk-device,drive=disk"])
+            .args(&shared.disk)
+            .args(["-device", BLOCK_DEVICE])
             .args(["-device", "virtio-rng-device"])
             .args(extra)
-            .current_dir(shared.dir)
+            .current_dir("/")
             .env_clear()
+            .env(MARK, shared.dir)
             .env("PATH", "/usr/bin:/bin:/usr/sbin:/sbin")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .kill_on_drop(true);
-        fds.extend([link_theirs, console_theirs, control_theirs]);
+        let fds = [fds, &[&link_theirs, &console_theirs, &control_theirs]].concat();
         sys::confine(&mut command, shared.uid, &fds);
         let child = command.spawn().map_err(|source| MachineError::Start {
             program: PROGRAM,
             package: PACKAGE,
             source,
         })?;
-        drop(fds);
         Ok(Spawned { machine: QemuMachine::new(child), link, console, control })
     }
 }
@@ -171,9 +180,9 @@ struct Shared<'a> {
     uid: u32,
     vcpus: u32,
     memory_mib: u64,
-    memory: String,
+    memory: &'a OwnedFd,
     memory_is_written: bool,
-    drive: String,
+    disk: Vec<String>,
 }
 
 struct Spawned {
@@ -185,13 +194,47 @@ struct Spawned {
 
 fn memory_backend(shared: &Shared<'_>) -> String {
     let share = if shared.memory_is_written { "on" } else { "off" };
-    let path = option_value(&shared.memory);
+    let path = path_of(shared.memory);
     format!("memory-backend-file,id=mem,size={}M,mem-path={path},share={share}", shared.memory_mib)
 }
 
-/// A value inside a QEMU option: a comma would begin the next one, and is written twice.
-fn option_value(text: &str) -> String {
-    text.replace(',', ",,")
+/// The path by which a process opens a descriptor it has inherited.
+fn path_of(fd: &OwnedFd) -> String {
+    format!("/proc/self/fd/{}", fd.as_raw_fd())
+}
+
+/// Options that make a descriptor `/dev/fdset/SET` for block devices.
+fn fd_set(fd: &OwnedFd, set: u32) -> [String; 2] {
+    ["-add-fd".to_owned(), format!("fd={},set={set}", fd.as_raw_fd())]
+}
+
+/// Options that define a block device's node.
+fn block_node(definition: String) -> [String; 2] {
+    ["-blockdev".to_owned(), definition]
+}
+
+/// The disk of a machine that writes to the raw file `disk` itself.
+fn raw_disk(disk: &OwnedFd) -> Vec<String> {
+    let file = format!("driver=file,node-name=file,filename=/dev/fdset/{WRITTEN_SET},locking=off,{WRITTEN}");
+    let format = format!("driver=raw,node-name=disk,file=file,{WRITTEN}");
+    [fd_set(disk, WRITTEN_SET), block_node(file), block_node(format)].concat()
+}
+
+/// The disk of a copy: a qcow2 layer over a template's raw disk, which can only be read.
+fn layered_disk(layer: &OwnedFd, template: &OwnedFd) -> Vec<String> {
+    let base_file = format!(
+        "driver=file,node-name=base-file,filename=/dev/fdset/{TEMPLATE_SET},locking=off,read-only=on"
+    );
+    let base = "driver=raw,node-name=base,file=base-file,read-only=on".to_owned();
+    let file = format!("driver=file,node-name=file,filename=/dev/fdset/{WRITTEN_SET},locking=off,{WRITTEN}");
+    let format = format!("driver=qcow2,node-name=disk,file=file,backing=base,{WRITTEN}");
+    let sets = [fd_set(layer, WRITTEN_SET), fd_set(template, TEMPLATE_SET)].concat();
+    [sets, [base_file, base, file, format].map(block_node).concat()].concat()
+}
+
+fn open(path: &Path, write: bool) -> Result<OwnedFd, MachineError> {
+    let file = std::fs::OpenOptions::new().read(true).write(write).open(path);
+    Ok(file.map(OwnedFd::from).map_err(store::Error::io("open", path))?)
 }
 
 fn mac() -> String {
@@ -216,33 +259,33 @@ impl Driver for Qemu {
 
     fn boot<'a>(&'a self, spec: &'a BootSpec) -> BoxFuture<'a, Result<Started, MachineError>> {
         Box::pin(async move {
-            let memory = std::fs::File::create_new(&spec.memory)
+            // QEMU opens memory anew through its descriptor, so the file must be its user's.
+            std::fs::File::create_new(&spec.memory)
                 .and_then(|file| file.set_len(spec.memory_mib << 20))
                 .and_then(|()| std::os::unix::fs::chown(&spec.memory, Some(spec.uid), Some(spec.uid)))
-                .and_then(|()| std::os::unix::fs::chown(&spec.disk, Some(spec.uid), Some(spec.uid)));
-            memory.map_err(|source| MachineError::Io { verb: "make the memory file", source })?;
+                .map_err(|source| MachineError::Io { verb: "make the memory file", source })?;
+            let (memory, disk) = (open(&spec.memory, true)?, open(&spec.disk, true)?);
+            let (kernel, initramfs) = (open(&spec.kernel, false)?, open(&spec.initramfs, false)?);
             let shared = Shared {
                 name: &spec.name,
                 dir: &spec.dir,
                 uid: spec.uid,
                 vcpus: spec.vcpus,
                 memory_mib: spec.memory_mib,
-                memory: spec.memory.display().to_string(),
+                memory: &memory,
                 memory_is_written: true,
-                drive: format!(
-                    "if=none,id=disk,format=raw,{DRIVE},file={}",
-                    option_value(&spec.disk.display().to_string())
-                ),
+                disk: raw_disk(&disk),
             };
             let extra = [
                 "-kernel".to_owned(),
-                spec.kernel.display().to_string(),
+                path_of(&kernel),
                 "-initrd".to_owned(),
-                spec.initramfs.display().to_string(),
+                path_of(&initramfs),
                 "-append".to_owned(),
                 self.kernel_arguments().await,
             ];
-            let mut spawned = self.spawn(&shared, &extra, Vec::new())?;
+            let inherited = [&memory, &disk, &kernel, &initramfs];
+            let mut spawned = self.spawn(&shared, &extra, &inherited)?;
             let qmp = spawned.machine.opened(spawned.control, Qmp::open).await?;
             spawned.machine.finish(qmp, spawned.link, spawned.console)
         })
@@ -257,30 +300,24 @@ impl Driver for Qemu {
                     here: format!("{name} {version}"),
                 });
             }
-            let io = |verb| move |source: std::io::Error| MachineError::Io { verb, source };
             let delta = spec.dir.join("delta.qcow2");
             store::qcow2::create(&delta, &spec.disk, spec.shape.disk_mib << 20)?;
-            std::os::unix::fs::chown(&delta, Some(spec.uid), Some(spec.uid))
-                .map_err(io("own the disk delta"))?;
-            let state: OwnedFd =
-                std::fs::File::open(&spec.state).map_err(io("open the device state"))?.into();
-            let memory = spec.memory.try_clone().map_err(io("share the memory"))?;
+            let (delta, template, state) =
+                (open(&delta, true)?, open(&spec.disk, false)?, open(&spec.state, false)?);
             let shared = Shared {
                 name: &spec.name,
                 dir: &spec.dir,
                 uid: spec.uid,
                 vcpus: spec.shape.vcpus,
                 memory_mib: spec.shape.memory_mib,
-                memory: format!("/proc/self/fd/{}", memory.as_raw_fd()),
+                memory: &spec.memory,
                 memory_is_written: false,
-                drive: format!(
-                    "if=none,id=disk,format=qcow2,{DRIVE},file={}",
-                    option_value(&delta.display().to_string())
-                ),
+                disk: layered_disk(&delta, &template),
             };
             let extra = ["-S", "-incoming", "defer"].map(str::to_owned);
             let source = format!("fd:{}", state.as_raw_fd());
-            let mut spawned = self.spawn(&shared, &extra, vec![state, memory])?;
+            let inherited = [&*spec.memory, &delta, &template, &state];
+            let mut spawned = self.spawn(&shared, &extra, &inherited)?;
             let load = async |socket| {
                 let mut qmp = Qmp::open(socket).await?;
                 ignore_shared_memory(&mut qmp).await?;
@@ -368,26 +405,22 @@ impl QemuMachine {
         };
         qmp.execute("stop", json!({})).await?;
         ignore_shared_memory(&mut qmp).await?;
-        // QEMU may start no process (`exec:`) and open no file as its user, so the stream comes here.
-        let path = state.with_extension("sock");
-        let listener = tokio::net::UnixListener::bind(&path).map_err(io("receive the device state"))?;
-        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o666))
-            .map_err(io("receive the device state"))?;
+        // QEMU may start no process (`exec:`) and opens no path, so the stream comes here.
+        let (ours, theirs) = socket_pair().map_err(io("receive the device state"))?;
+        let mut stream = to_tokio(ours).map_err(io("receive the device state"))?;
+        qmp.give_fd(STATE_STREAM, theirs.as_fd()).await?;
+        drop(theirs);
         let receive = async {
-            let (mut stream, _) = listener.accept().await?;
             let mut file = tokio::fs::File::create_new(state).await?;
             tokio::io::copy(&mut stream, &mut file).await?;
             file.sync_all().await
         };
         let receive = async { receive.await.map_err(io("receive the device state")) };
-        let uri = format!("unix:{}", path.display());
         let send = async {
-            qmp.execute("migrate", json!({ "uri": uri })).await?;
+            qmp.execute("migrate", json!({ "uri": format!("fd:{STATE_STREAM}") })).await?;
             qmp.migrated("migrate").await
         };
-        let both = tokio::try_join!(receive, send);
-        let _ = std::fs::remove_file(&path);
-        both?;
+        tokio::try_join!(receive, send)?;
         // An orderly end closes the disk image.
         let _ = qmp.execute("quit", json!({})).await;
         self.exited().await;
@@ -425,15 +458,5 @@ impl Machine for QemuMachine {
             // An error means that it has ended already.
             let _ = self.child.kill().await;
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn commas_in_paths_do_not_begin_an_option() {
-        assert_eq!(option_value("/a,b=c"), "/a,,b=c");
     }
 }

@@ -3,8 +3,13 @@
 //! Only what is needed: commands in order, events passed over. A line longer than [`LINE_LIMIT`] ends the connection:
 //! a QEMU that a guest has taken over must not fill the daemon's memory.
 
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Interest};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 
@@ -36,6 +41,11 @@ impl Qmp {
         let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
         line.push('\n');
         self.writer.write_all(line.as_bytes()).await.map_err(MachineError::Control)?;
+        self.answer(command).await
+    }
+
+    /// The answer to the last command, past events.
+    async fn answer(&mut self, command: &'static str) -> Result<Value, MachineError> {
         loop {
             let mut answer = self.read().await?;
             if let Some(value) = answer.get_mut("return") {
@@ -47,6 +57,30 @@ impl Qmp {
                 return Err(MachineError::Refused { command, message });
             }
         }
+    }
+
+    /// Gives QEMU a descriptor, under a name for later commands. It goes with the command's bytes (SCM_RIGHTS).
+    pub(super) async fn give_fd(
+        &mut self,
+        name: &'static str,
+        fd: BorrowedFd<'_>,
+    ) -> Result<(), MachineError> {
+        let line = json!({ "execute": "getfd", "arguments": { "fdname": name } }).to_string() + "\n";
+        let socket: &UnixStream = self.writer.as_ref();
+        let send = || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut rights = SendAncillaryBuffer::new(&mut space);
+            let fds = [fd];
+            if !rights.push(SendAncillaryMessage::ScmRights(&fds)) {
+                return Err(std::io::ErrorKind::InvalidInput.into());
+            }
+            let bytes = [IoSlice::new(line.as_bytes())];
+            Ok(rustix::net::sendmsg(socket, &bytes, &mut rights, SendFlags::empty())?)
+        };
+        let sent = socket.async_io(Interest::WRITABLE, send).await.map_err(MachineError::Control)?;
+        // The descriptor went with the first part, whatever its length.
+        self.writer.write_all(&line.as_bytes()[sent..]).await.map_err(MachineError::Control)?;
+        self.answer("getfd").await.map(|_| ())
     }
 
     /// Waits until an outgoing or incoming migration is over.

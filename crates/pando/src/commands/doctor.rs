@@ -56,7 +56,6 @@ pub(crate) async fn execute(target: &Target) -> Result<u8> {
     checks.push(ping());
     checks.push(memory());
     checks.push(disk(&target.data_dir));
-    checks.push(reachable(&target.data_dir));
     checks.extend(data(&target.data_dir).await);
     let missing = checks.iter().any(|check| check.verdict == Verdict::Missing);
     if target.json {
@@ -161,24 +160,6 @@ fn disk(dir: &Path) -> Check {
         Check::good("disk", found)
     } else {
         Check::not("disk", Verdict::Missing, found, "free 4 GiB, or name another directory with --data-dir")
-    }
-}
-
-/// Machines run under user IDs of their own and must be able to pass through every directory above their disks.
-fn reachable(dir: &Path) -> Check {
-    use std::os::unix::fs::PermissionsExt;
-    let absolute = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
-    let closed = absolute
-        .ancestors()
-        .find(|path| std::fs::metadata(path).is_ok_and(|meta| meta.permissions().mode() & 0o001 == 0));
-    match closed {
-        None => Check::good("data dir", format!("{} can be reached by machines", absolute.display())),
-        Some(path) => Check::not(
-            "data dir",
-            Verdict::Missing,
-            format!("{} is closed to other users", path.display()),
-            format!("chmod o+x {}, or name another directory with --data-dir", path.display()),
-        ),
     }
 }
 
