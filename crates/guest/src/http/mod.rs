@@ -15,14 +15,17 @@ pub(crate) mod upload;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
+use axum::body::{Body, BodyDataStream, HttpBody as _};
 use axum::extract::{ConnectInfo, DefaultBodyLimit, Request, State};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use connectrpc::{CompressionPolicy, ConnectRpcService, Limits};
-use http::{HeaderName, StatusCode, header};
+use futures::StreamExt as _;
+use http::{HeaderName, HeaderValue, StatusCode, header};
 use proto::rpc::filesystem::FilesystemExt as _;
 use proto::rpc::process::ProcessExt as _;
 use tower_http::cors::{Any, CorsLayer};
@@ -36,6 +39,11 @@ use crate::users::UserError;
 
 /// The largest RPC message: input is sent as base64 in JSON.
 const MESSAGE_MAX: usize = 64 << 20;
+
+/// What is read of a body that nobody wants, as Go's server does.
+const DRAIN_MAX: usize = 256 << 10;
+/// How long that may take.
+const DRAIN_LIMIT: Duration = Duration::from_millis(500);
 
 /// An answer that is not a success.
 #[derive(Debug)]
@@ -107,7 +115,7 @@ pub(crate) fn router(agent: &Arc<Agent>) -> Router {
         .allow_methods(Any)
         .allow_headers(Any)
         .expose_headers(Any)
-        .max_age(std::time::Duration::from_secs(7200));
+        .max_age(Duration::from_secs(7200));
     Router::new()
         .route("/health", get(health))
         .route("/metrics", get(metrics::metrics))
@@ -124,6 +132,7 @@ pub(crate) fn router(agent: &Arc<Agent>) -> Router {
             HttpError::new(StatusCode::METHOD_NOT_ALLOWED, "method not allowed")
         })
         .layer(middleware::from_fn_with_state(Arc::clone(agent), authorise))
+        .layer(middleware::from_fn(read_to_the_end))
         .layer(cors)
         .with_state(Arc::clone(agent))
 }
@@ -137,6 +146,43 @@ async fn authorise(State(agent): State<Arc<Agent>>, request: Request, next: Next
         .into_response();
     }
     next.run(request).await
+}
+
+/// An error is often answered before the request's body was read, and a connection can only be used again after the whole
+/// of it. So a short rest is read, and of a long one the client is told that the connection ends here. Without either, its
+/// next request could go out on a connection that is just being closed, and be lost.
+async fn read_to_the_end(request: Request, next: Next) -> Response {
+    if request.body().is_end_stream() {
+        return next.run(request).await;
+    }
+    let (head, body) = request.into_parts();
+    let body = Arc::new(parking_lot::Mutex::new(body.into_data_stream()));
+    let shared = Arc::clone(&body);
+    let stream = futures::stream::poll_fn(move |context| shared.lock().poll_next_unpin(context));
+    let mut response = next.run(Request::from_parts(head, Body::from_stream(stream))).await;
+    let failed = response.status().is_client_error() || response.status().is_server_error();
+    if failed && !drain(&body).await {
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
+}
+
+/// Reads what is left of a body and throws it away; false when that is too much, or does not come.
+async fn drain(body: &parking_lot::Mutex<BodyDataStream>) -> bool {
+    let rest = async {
+        let mut read = 0;
+        loop {
+            match futures::future::poll_fn(|context| body.lock().poll_next_unpin(context)).await {
+                None => return true,
+                Some(Ok(piece)) => read += piece.len(),
+                Some(Err(_)) => return false,
+            }
+            if read > DRAIN_MAX {
+                return false;
+            }
+        }
+    };
+    tokio::time::timeout(DRAIN_LIMIT, rest).await.unwrap_or(false)
 }
 
 /// Whether the request comes from the host. In the guest only root could use the gateway's address, and root needs no

@@ -416,3 +416,37 @@ async fn errors_of_directories_have_their_codes() {
     assert_eq!(agent.call("filesystem.Filesystem/Remove", json!({"path": "/no/such"})).await.status, 200);
     assert_eq!(agent.request("POST", "/init", &[], "not json").await.status, 400);
 }
+
+/// What comes after a refused upload is not lost with the connection.
+#[tokio::test]
+async fn a_refused_upload_leaves_a_connection_or_says_that_it_does_not() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let agent = Agent::start();
+    let dir = tempfile::tempdir().unwrap();
+    for (size, kept) in [(1, true), (100_000, true), (8 << 20, false)] {
+        let address = agent.base.strip_prefix("http://").unwrap();
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        let head = format!(
+            "POST /files?path={} HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\nContent-Length: {size}\r\n\r\n",
+            dir.path().display()
+        );
+        stream.write_all(head.as_bytes()).await.unwrap();
+        // The answer could go out before the body comes in.
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        let _ = stream.write_all(&vec![b'x'; size]).await;
+        let mut answer = Vec::new();
+        while !answer.windows(4).any(|four| four == b"\r\n\r\n") {
+            assert_ne!(stream.read_buf(&mut answer).await.unwrap(), 0);
+        }
+        let answer = String::from_utf8_lossy(&answer).to_ascii_lowercase();
+        assert!(answer.starts_with("http/1.1 400"), "{answer}");
+        assert_eq!(answer.contains("connection: close"), !kept, "{size}: {answer}");
+        if kept {
+            stream.write_all(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+            let mut answer = Vec::new();
+            while !answer.windows(4).any(|four| four == b" 204") {
+                assert_ne!(stream.read_buf(&mut answer).await.unwrap(), 0, "lost after {size}");
+            }
+        }
+    }
+}
