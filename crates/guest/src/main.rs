@@ -5,7 +5,7 @@
 //!
 //! * [`boot`]: from the kernel to a running machine.
 //! * [`http`]: routes; [`process`] and [`files`] are what they act on, [`watch`] directories that are watched.
-//! * [`agent`]: what `/init` sets. [`relay`]: ports on the guest's loopback.
+//! * [`agent`]: what `/init` sets. [`relay`]: ports on the guest's loopback. [`warm`]: what is done ahead.
 //! * [`sys`]: everything that is `unsafe`.
 
 mod agent;
@@ -18,6 +18,7 @@ mod process;
 mod relay;
 mod sys;
 mod users;
+mod warm;
 mod watch;
 
 use std::io;
@@ -123,10 +124,18 @@ fn run(place: Place, serve: Serve) -> io::Result<()> {
             tokio::spawn(relay::serve(Arc::clone(&agent), listener));
         }
         let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+        let address = listener.local_addr()?;
         match place {
-            Place::Guest => boot::say(READY_LINE),
+            Place::Guest => {
+                let agent = Arc::clone(&agent);
+                let address = SocketAddr::from((Ipv4Addr::LOCALHOST, address.port()));
+                tokio::spawn(async move {
+                    warm::warm(&agent, address).await;
+                    boot::say(READY_LINE);
+                });
+            }
             // The port is often one that the kernel chose.
-            Place::Host => boot::say(&format!("guest: listening on {}", listener.local_addr()?)),
+            Place::Host => boot::say(&format!("guest: listening on {address}")),
         }
         let listener = listener.tap_io(|stream| {
             // Without these a connection still works.

@@ -234,13 +234,27 @@ fn configuration() {
     optional("set the host name", rustix::system::sethostname(name.as_bytes()));
 }
 
+/// Whether the CPU is emulated, as QEMU's TCG says in the CPU's name.
+fn emulated(cpuinfo: &str) -> bool {
+    cpuinfo.lines().filter(|line| line.starts_with("model name")).any(|line| line.contains("TCG"))
+}
+
 fn kernel_settings() {
+    // An emulator translates code anew for each address it is at. With every program at random addresses, each command
+    // costs three times as much, and the pile of translations stops the machine for seconds when it is cleared. What keeps
+    // sandboxes apart is the machine; on real CPUs programs keep their random addresses.
+    if emulated(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default()) {
+        optional("set kernel/randomize_va_space", fs::write("/proc/sys/kernel/randomize_va_space", "0"));
+    }
     for (path, value) in [
         ("fs/inotify/max_user_watches", "1048576"),
         ("fs/inotify/max_user_instances", "8192"),
         ("net/ipv4/ping_group_range", "0 2147483647"),
         ("net/ipv4/ip_unprivileged_port_start", "0"),
         ("vm/max_map_count", "262144"),
+        // When memory runs out the kernel would print a line for each process to the slow console, and hold up all others
+        // that need memory for as long: many seconds in an emulated machine.
+        ("vm/oom_dump_tasks", "0"),
     ] {
         let written = fs::write(format!("/proc/sys/{path}"), value);
         // Not every kernel has every one.
@@ -308,6 +322,13 @@ pub(crate) fn power_off() {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_emulated_cpu_is_known_by_its_name() {
+        assert!(emulated("processor\t: 0\nmodel name\t: QEMU TCG CPU version 2.5+\n"));
+        assert!(!emulated("model name\t: AMD EPYC 7763\nflags\t: TCG\n"));
+        assert!(!emulated(""));
+    }
 
     #[test]
     fn the_reserve_is_an_eighth_within_bounds() {

@@ -247,6 +247,19 @@ pub(crate) struct Start {
     pub(crate) reset_limits: bool,
 }
 
+impl Start {
+    fn spec(&self) -> Spec {
+        Spec {
+            program: self.config.cmd.clone().into(),
+            args: self.config.args.iter().map(Into::into).collect(),
+            env: self.env.clone(),
+            cwd: self.cwd.clone().into_os_string(),
+            credentials: self.credentials.clone(),
+            reset_limits: self.reset_limits,
+        }
+    }
+}
+
 impl Table {
     /// An empty table.
     pub(crate) fn new(children: Children, cgroups: Cgroups) -> Arc<Self> {
@@ -261,14 +274,7 @@ impl Table {
         self: &Arc<Self>,
         start: Start,
     ) -> Result<(Arc<Process>, mpsc::Receiver<Event>), StartError> {
-        let spec = Spec {
-            program: start.config.cmd.clone().into(),
-            args: start.config.args.iter().map(Into::into).collect(),
-            env: start.env,
-            cwd: start.cwd.into_os_string(),
-            credentials: start.credentials,
-            reset_limits: start.reset_limits,
-        };
+        let spec = start.spec();
         let prepared = spec.prepare()?;
         let channels = Channels::open(start.streams)?;
         if let (true, Some(who)) = (channels.terminal, &spec.credentials) {
@@ -302,6 +308,22 @@ impl Table {
         self.processes.lock().insert(process.pid, Arc::clone(&process));
         tokio::spawn(Arc::clone(self).follow(Arc::clone(&process), exit, channels.outputs));
         Ok((process, subscriber))
+    }
+
+    /// Runs a program of the agent's own to its end: no cgroup, no output, no entry in the table.
+    ///
+    /// # Errors
+    /// When no process could be made.
+    pub(crate) async fn start_beside(&self, start: Start) -> Result<Exit, StartError> {
+        let exit = {
+            let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
+            let null = null.map_err(io::Error::from)?;
+            let prepared = start.spec().prepare()?;
+            let (stdin, stdout, stderr) = (null.as_fd(), null.as_fd(), null.as_fd());
+            let stdio = Stdio { stdin, stdout, stderr, controlling_terminal: false };
+            self.children.register(|| spawn(&prepared, &stdio, None))?.1
+        };
+        Ok(exit.await.unwrap_or(Exit::Signal(libc::SIGKILL)))
     }
 
     /// Sees one command to its end.

@@ -36,7 +36,7 @@ const KEEPALIVE: Duration = Duration::from_secs(90);
 /// How long a kill waits for the end, so that the process is gone when it answers.
 const KILL_WAIT: Duration = Duration::from_secs(2);
 /// What a command without a `PATH` of its own gets.
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+pub(crate) const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// The service.
 pub(crate) struct ProcessService(pub(crate) Arc<Agent>);
