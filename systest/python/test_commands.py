@@ -20,7 +20,6 @@ from e2b import (
     TimeoutException,
 )
 
-HOG_MIB = 20
 
 
 def sha256_in_guest(sandbox, path):
@@ -229,7 +228,7 @@ def test_b04_bytes_that_are_no_text(sbx):
 
 
 def test_b05_large_output_is_complete_and_steady(sbx):
-    total = HOG_MIB << 20
+    total = 100 << 20
     times = []
     got = 0
 
@@ -311,7 +310,7 @@ def test_b14_deadline_twenty_times(sbx):
 
 
 def test_b16_no_zombies(sbx):
-    sbx.commands.run("for i in $(seq 300); do (true & ) ; done", timeout=90)
+    sbx.commands.run("for i in $(seq 1000); do (true & ) ; done", timeout=90)
     count = "ps -eo stat= | grep -c ^Z || true"
     eventually(lambda: sbx.commands.run(count).stdout == "0\n", 4)
 
@@ -324,8 +323,8 @@ def test_b17_every_exit_code_is_its_own(sbx):
             return error.exit_code
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        codes = list(pool.map(one, range(80)))
-    assert codes == [i % 250 for i in range(80)]
+        codes = list(pool.map(one, range(300)))
+    assert codes == [i % 250 for i in range(300)]
 
 
 def test_b19_subscribers_see_runs_without_gaps(sbx):
@@ -372,7 +371,7 @@ def test_b19_subscribers_see_runs_without_gaps(sbx):
 def test_b20_cut_streams_leave_nothing(sbx):
     agent = "ls /proc/1/fd | wc -l; awk '/Threads/ {print $2}' /proc/1/status"
     before = [int(n) for n in sbx.commands.run(agent, user="root").stdout.split()]
-    for _ in range(20):
+    for _ in range(100):
         handle = sbx.commands.run("yes", background=True, retain_output=False)
         reader = iter(handle)
         for _ in range(3):
@@ -425,12 +424,12 @@ def test_b32_hogs_do_not_take_the_agent(create):
     sandbox = create()
     assert sandbox.commands.run("cat /proc/self/oom_score_adj; nice").stdout.split() == ["100", "0"]
     hogs = [
-        sandbox.commands.run("python3 -c 'x=[]\nwhile True: x.append(bytearray(8<<20))'", background=True),
+        sandbox.commands.run("while :; do python3 -c 'x=[]\nwhile True: x.append(bytearray(8<<20))'; done", background=True),
         sandbox.commands.run("for i in $(seq 300); do sleep 30 & done; wait", background=True),
         sandbox.commands.run("while :; do :; done", background=True),
     ]
     slowest = 0.0
-    until = time.monotonic() + 8
+    until = time.monotonic() + 12
     while time.monotonic() < until:
         started = time.monotonic()
         assert sandbox.is_running()
