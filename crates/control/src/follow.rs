@@ -43,7 +43,8 @@ async fn follow_once(control: &Control) -> Result<(), ApiError> {
 }
 
 async fn record(control: &Control, event: Event) -> Result<(), ApiError> {
-    if event.state == SandboxState::Gone {
+    // Nobody can use it from the moment it is being taken down.
+    if matches!(event.state, SandboxState::Killing | SandboxState::Gone) {
         let reason = event.reason.unwrap_or(EndReason::MachineDied);
         control.config.db.set_ended(&event.sandbox, reason).await?;
     }

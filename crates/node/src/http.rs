@@ -5,7 +5,6 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
 use axum::{Json, Router};
-use jiff::Timestamp;
 use proto::SandboxId;
 use proto::api::ErrorBody;
 use proto::node::{Deadline, SandboxSpec};
@@ -110,9 +109,8 @@ async fn metrics(
     Path(id): Path<SandboxId>,
     Query(window): Query<Window>,
 ) -> Result<Response, NodeError> {
-    let time = |second: i64| Timestamp::from_second(second).ok();
     let samples = node.samples(&id)?;
-    Ok(Json(samples.between(window.start.and_then(time), window.end.and_then(time))).into_response())
+    Ok(Json(samples.between(window.start, window.end)).into_response())
 }
 
 async fn logs(State(node): State<Node>, Path(id): Path<SandboxId>) -> Result<Response, NodeError> {

@@ -29,11 +29,12 @@ impl Samples {
         samples.push_back(sample);
     }
 
-    /// The samples from `start` to `end`, both inclusive, oldest first.
-    pub fn between(&self, start: Option<Timestamp>, end: Option<Timestamp>) -> Vec<SandboxMetric> {
+    /// The samples from `start` to `end`, Unix seconds, both inclusive, oldest first. A sample belongs to its second as a
+    /// whole: clients cut off the fraction of the time they ask with.
+    pub fn between(&self, start: Option<i64>, end: Option<i64>) -> Vec<SandboxMetric> {
         let inside = |sample: &&SandboxMetric| {
-            start.is_none_or(|start| sample.timestamp >= start)
-                && end.is_none_or(|end| sample.timestamp <= end)
+            start.is_none_or(|start| sample.timestamp_unix >= start)
+                && end.is_none_or(|end| sample.timestamp_unix <= end)
         };
         self.0.lock().iter().filter(inside).cloned().collect()
     }
@@ -76,7 +77,7 @@ mod tests {
             samples.push(from_guest(Metrics::default(), at(second)));
         }
         assert_eq!(samples.between(None, None).len(), KEPT);
-        assert_eq!(samples.between(Some(at(100)), Some(at(104))).len(), 5);
-        assert!(samples.between(None, Some(at(5))).is_empty());
+        assert_eq!(samples.between(Some(100), Some(104)).len(), 5);
+        assert!(samples.between(None, Some(5)).is_empty());
     }
 }

@@ -84,8 +84,13 @@ mod tests {
                 .unwrap()
         };
         let mut machine = start(&data.sandboxes().join("iabc"));
+        // Waiting for a child closes its input.
+        let _input = machine.stdin.take();
         let mut other = start(Path::new("/elsewhere/sandboxes/iabc"));
-        std::thread::sleep(Duration::from_millis(100));
+        // A child has its environment once it has begun its program.
+        while machines_of(data.root()).is_empty() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
         let reaper = std::thread::spawn(move || machine.wait());
         let swept = sweep(&data).unwrap();
         assert_eq!(swept, Swept { processes: 1, directories: 1 });

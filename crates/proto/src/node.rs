@@ -114,7 +114,7 @@ pub struct Event {
     pub sandbox: SandboxId,
     /// The state it is in now.
     pub state: SandboxState,
-    /// With [`SandboxState::Gone`]: why.
+    /// From [`SandboxState::Killing`] on: why.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<EndReason>,
 }

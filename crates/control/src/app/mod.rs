@@ -97,14 +97,16 @@ impl Control {
         find_template(&self.templates().await?, name).ok_or_else(|| ApiError::template_not_found(name))
     }
 
-    /// Whose signature `signature` is, for a signed file URL that names no sandbox (`e2b-protocol` 1.1).
-    pub async fn sandbox_of_signature(&self, url: &SignedUrl<'_>) -> Result<Option<SandboxId>, ApiError> {
+    /// Whose signature it is, for a signed file URL that names no sandbox (`e2b-protocol` 1.1). One that is nobody's is
+    /// refused in the agent's words.
+    pub async fn sandbox_of_signature(&self, url: &SignedUrl<'_>) -> Result<SandboxId, ApiError> {
         let running = self.config.db.all_running().await?;
-        Ok(running.into_iter().find(|id| {
+        let signed = |id: &SandboxId| {
             let token = self.config.seed.envd_token(id);
             let ours = keys::file_signature(&token, url.path, url.operation, url.user, url.expiration);
             Secret::new(ours).matches(url.signature)
-        }))
+        };
+        running.into_iter().find(signed).ok_or_else(|| ApiError::unauthenticated("invalid signature"))
     }
 }
 

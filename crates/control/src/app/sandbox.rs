@@ -84,6 +84,11 @@ fn checked_timeout(seconds: i64, max: i64) -> Result<SignedDuration, ApiError> {
     Err(ApiError::invalid(format!("timeout: must be from 1 to {max} seconds, not {seconds}")))
 }
 
+/// Whether a client may use it. Its node ends it when its time is up; the row says so a moment later.
+fn is_alive(row: &SandboxRow) -> bool {
+    row.state == RowState::Running && row.end_at > Timestamp::now()
+}
+
 /// A time as the database keeps it, so that what a client is told is what it will be told again.
 fn to_microseconds(time: Timestamp) -> Timestamp {
     Timestamp::from_microsecond(time.as_microsecond()).unwrap_or(time)
@@ -168,11 +173,12 @@ impl Control {
     pub async fn running(&self, team: &TeamId, id: &SandboxId) -> Result<SandboxRow, ApiError> {
         let found = self.config.db.sandbox(team, id).await?;
         match found {
-            Some(row) if row.state == RowState::Running => Ok(row),
+            Some(row) if is_alive(&row) => Ok(row),
             Some(row) => {
                 let why = match row.state {
                     RowState::Ended(reason) => reason.describe(),
-                    _ => "it is still being created",
+                    RowState::Running => EndReason::TimedOut.describe(),
+                    RowState::Creating => "it is still being created",
                 };
                 Err(ApiError::sandbox_not_found(id.as_str(), Some(why)))
             }
@@ -187,7 +193,7 @@ impl Control {
         listing: &Listing,
     ) -> Result<(Vec<ListedSandbox>, Option<String>), ApiError> {
         let rows = self.config.db.running(team).await?;
-        Ok(listing.page(rows.iter().map(listed).collect()))
+        Ok(listing.page(rows.iter().filter(|row| is_alive(row)).map(listed).collect()))
     }
 
     /// Ends a sandbox; returns when nothing of it is left.

@@ -86,7 +86,7 @@ async fn to_sandbox(State(control): State<Control>, request: Request, next: Next
                 (target, Request::from_parts(head, body))
             }
             Ok(None) => (None, Request::from_parts(head, body)),
-            Err(error) => return error.into_response(),
+            Err(error) => return told(error, &new_request_id()),
         },
         some => (some, Request::from_parts(head, body)),
     };
@@ -116,12 +116,12 @@ async fn signed_url_target(
         user: part("username").unwrap_or_default(),
         expiration: part("signature_expiration"),
     };
-    control.sandbox_of_signature(&url).await
+    control.sandbox_of_signature(&url).await.map(Some)
 }
 
 /// Gives an error its body, and everything its request ID.
 async fn finish(request: Request, next: Next) -> Response {
-    let id = keys::random().map(RequestId::from_random).map(|id| id.to_string()).unwrap_or_default();
+    let id = new_request_id();
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let started = std::time::Instant::now();
     let mut response = next.run(request).await;
@@ -130,27 +130,37 @@ async fn finish(request: Request, next: Next) -> Response {
         if error.status.is_server_error() {
             tracing::error!(request = id, %method, path, status = error.status.as_u16(), error.message, detail);
         }
-        let body = ErrorBody {
-            code: error.status.as_u16(),
-            message: error.message,
-            error_code: error.code.to_owned(),
-            request_id: Some(id.clone()),
-        };
-        let headers = response.headers().clone();
-        response = (error.status, Json(body)).into_response();
+        let headers = std::mem::take(response.headers_mut());
+        response = told(error, &id);
         for (name, value) in &headers {
             if name != header::CONTENT_LENGTH && name != header::CONTENT_TYPE {
                 response.headers_mut().append(name, value.clone());
             }
-        }
-        if let Some(seconds) = error.retry_after {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
     }
     let status = response.status().as_u16();
     tracing::debug!(request = id, %method, path, status, ms = started.elapsed().as_millis() as u64, "request");
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(REQUEST_ID, value);
+    }
+    response
+}
+
+fn new_request_id() -> String {
+    keys::random().map(RequestId::from_random).map(|id| id.to_string()).unwrap_or_default()
+}
+
+/// An error as the client is told it.
+fn told(error: ApiError, request_id: &str) -> Response {
+    let body = ErrorBody {
+        code: error.status.as_u16(),
+        message: error.message,
+        error_code: error.code.to_owned(),
+        request_id: Some(request_id.to_owned()),
+    };
+    let mut response = (error.status, Json(body)).into_response();
+    if let Some(seconds) = error.retry_after {
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
     }
     response
 }

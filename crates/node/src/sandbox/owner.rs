@@ -124,7 +124,7 @@ pub(crate) async fn own(
             owner.run(&mut resources).await
         }
         Ok(Some(reason)) => {
-            owner.advance(Input::Kill, None);
+            owner.advance(Input::Kill, Some(reason));
             reason
         }
         Err(error) => {
@@ -134,7 +134,7 @@ pub(crate) async fn own(
                 tracing::warn!(sandbox = %owner.entry.spec.id, error = chain, "a sandbox could not be created");
             }
             owner.publish.send_modify(|published| published.error = error.map(Arc::new));
-            owner.advance(Input::StartFailed, None);
+            owner.advance(Input::StartFailed, Some(EndReason::CreateFailed));
             EndReason::CreateFailed
         }
     };
@@ -250,13 +250,13 @@ impl Owner {
         };
         match ending {
             Ending::Asked(reason) => {
-                self.advance(Input::Kill, None);
+                self.advance(Input::Kill, Some(reason));
                 reason
             }
             Ending::Died(exit) => {
                 let id = &self.entry.spec.id;
                 tracing::warn!(sandbox = %id, exit = exit.description, "a sandbox's machine ended by itself");
-                self.advance(Input::MachineEnded, None);
+                self.advance(Input::MachineEnded, Some(EndReason::MachineDied));
                 EndReason::MachineDied
             }
         }
