@@ -7,6 +7,8 @@
 //! connection ends when the caller drops the future or the answer's body.
 
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
@@ -47,8 +49,9 @@ where
     }
     let upgrade = wanted_upgrade(&target, &request);
     let client = upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
-    let request = match prepare(&target, request, upgrade) {
-        Ok(request) => request,
+    let version = request.version();
+    let (request, uploaded) = match prepare(&target, request, upgrade) {
+        Ok(request) => watch(request),
         Err(message) => return answer::bad_request(message),
     };
     let (connection, mut response) = match send(inner, &target, request).await {
@@ -72,6 +75,11 @@ where
         };
     }
     strip(response.headers_mut());
+    if version == Version::HTTP_11 && !uploaded.load(Ordering::Relaxed) {
+        // Answered before the request was read: what is left of it cannot be told from the next request on this
+        // connection, so the server will close it, and the client must know.
+        response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
     let pool = (target.port == guest::ENVD_PORT).then(|| (inner.pool.clone(), target.sandbox));
     response.map(|body| Answer::new(body, connection, pool).boxed_unsync())
 }
@@ -312,6 +320,44 @@ fn switch(
         }
     });
     response.map(|_| Empty::new().map_err(|never| match never {}).boxed_unsync())
+}
+
+/// Lets it be seen whether the body of a request has been read to its end.
+fn watch(request: Request<Body>) -> (Request<Body>, Arc<AtomicBool>) {
+    use http_body::Body as _;
+    let ended = Arc::new(AtomicBool::new(request.body().is_end_stream()));
+    let seen = ended.clone();
+    (request.map(|body| Upload { body, ended: seen }.boxed_unsync()), ended)
+}
+
+/// The body of a request on its way.
+struct Upload {
+    body: Body,
+    ended: Arc<AtomicBool>,
+}
+
+impl http_body::Body for Upload {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame = std::task::ready!(Pin::new(&mut self.body).poll_frame(cx));
+        if frame.is_none() || self.body.is_end_stream() {
+            self.ended.store(true, Ordering::Relaxed);
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
 }
 
 /// The body of an answer. It holds the connection: dropped before its end it closes it, at its end it gives it back.

@@ -305,6 +305,24 @@ async fn bodies_flow_in_both_directions_at_once() {
     }
 }
 
+/// What is left of a request cannot be told from the next one, so the client must not send another on the connection.
+#[tokio::test]
+async fn an_answer_before_the_end_of_a_request_says_that_the_connection_closes() {
+    let (address, _) = start().await;
+    for (body, length, closes) in [("whole", 5, false), ("cut", 8_000_000, true)] {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let head = format!("POST /stream HTTP/1.1\r\n{}content-length: {length}\r\n\r\n{body}", to(80));
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let (mut got, mut bytes) = (String::new(), [0; 4096]);
+        while !got.contains("\r\n\r\n") {
+            let length = stream.read(&mut bytes).await.unwrap();
+            assert_ne!(length, 0);
+            got.push_str(std::str::from_utf8(&bytes[..length]).unwrap());
+        }
+        assert_eq!(got.to_ascii_lowercase().contains("connection: close"), closes, "{got}");
+    }
+}
+
 #[tokio::test]
 async fn websockets_are_spliced() {
     let (address, _) = start().await;
