@@ -1,7 +1,7 @@
 //! What a server has on the host: processes, descriptors, files, memory; and hosts of our own for guests to reach.
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Result, bail};
@@ -90,6 +90,13 @@ impl OtherHost {
         ip(&format!("-n {name} link set {inner} up"))?;
         ip(&format!("-n {name} link set lo up"))?;
         Ok(host)
+    }
+
+    /// Serves files by HTTP on a port of the host.
+    pub fn serve_http(&self, port: u16) -> Result<Killed> {
+        let mut command = self.command("python3");
+        command.args(["-m", "http.server", &port.to_string()]);
+        Ok(Killed(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?))
     }
 
     /// A command that will run on the host.

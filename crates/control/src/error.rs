@@ -6,6 +6,7 @@
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use client::ClientError;
+use proto::chain;
 
 /// What a request came to that is not a success.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -95,20 +96,6 @@ impl ApiError {
         let base = Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal_server_error", message);
         Self { detail: Some(chain(error)), ..base }
     }
-}
-
-/// An error and its causes in one line; a cause that its parent repeats is left out.
-pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let next = cause.to_string();
-        if !text.ends_with(&next) {
-            text = format!("{text}: {next}");
-        }
-        source = cause.source();
-    }
-    text
 }
 
 impl From<sqlx::Error> for ApiError {

@@ -6,10 +6,11 @@
 use std::time::Duration;
 
 use futures::StreamExt;
+use proto::chain;
 use proto::node::{EndReason, Event, SandboxState};
 
 use crate::app::Control;
-use crate::error::{ApiError, chain};
+use crate::error::ApiError;
 
 const RETRY: Duration = Duration::from_secs(1);
 const COMPARE: Duration = Duration::from_secs(60);

@@ -52,15 +52,7 @@ impl IntoResponse for NodeError {
     fn into_response(self) -> Response {
         let (status, word) = self.status();
         // Control is the only reader and logs it; the chain of causes is worth more to it than a short text.
-        let mut message = self.to_string();
-        let mut source = std::error::Error::source(&self);
-        while let Some(cause) = source {
-            let text = cause.to_string();
-            if !message.ends_with(&text) {
-                message = format!("{message}: {text}");
-            }
-            source = cause.source();
-        }
+        let message = proto::chain(&self);
         let body =
             ErrorBody { code: status.as_u16(), message, error_code: word.to_owned(), request_id: None };
         (status, Json(body)).into_response()

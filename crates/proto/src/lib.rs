@@ -11,6 +11,7 @@
 //! * [`rpc`]: envd's Connect RPC messages (feature `rpc`).
 
 pub mod api;
+mod chain;
 pub mod guest;
 pub mod id;
 pub mod manifest;
@@ -19,5 +20,6 @@ pub mod node;
 pub mod rpc;
 pub mod secret;
 
+pub use chain::chain;
 pub use id::{BuildId, IdError, RequestId, SandboxId, TeamId, TemplateId};
 pub use secret::Secret;

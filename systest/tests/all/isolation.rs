@@ -66,13 +66,7 @@ async fn private_places_are_out_of_reach() {
         .await;
     assert_eq!(sixth.unwrap().stdout, "", "there is no IPv6 on the link");
     // The other host can be reached, so all this is policy and not a broken network.
-    let _listener = systest::host::Killed(
-        host.command("python3")
-            .args(["-m", "http.server", "8080"])
-            .stderr(std::process::Stdio::null())
-            .spawn()
-            .unwrap(),
-    );
+    let _listener = host.serve_http(8080).unwrap();
     systest::eventually(std::time::Duration::from_secs(10), "the other host answers", async || {
         connects(&one, &host.address, 8080).await
     })
@@ -83,13 +77,7 @@ async fn private_places_are_out_of_reach() {
 async fn without_internet_nothing_is_reached() {
     let server = Server::start().unwrap();
     let host = OtherHost::new().unwrap();
-    let _listener = systest::host::Killed(
-        host.command("python3")
-            .args(["-m", "http.server", "8080"])
-            .stderr(std::process::Stdio::null())
-            .spawn()
-            .unwrap(),
-    );
+    let _listener = host.serve_http(8080).unwrap();
     let new = NewSandbox { allow_internet_access: Some(false), ..NewSandbox::default() };
     let guest = server.create_with(new).await.unwrap();
     assert!(!connects(&guest, &host.address, 8080).await);
