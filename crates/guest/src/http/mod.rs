@@ -148,20 +148,22 @@ async fn authorise(State(agent): State<Arc<Agent>>, request: Request, next: Next
     next.run(request).await
 }
 
-/// An error is often answered before the request's body was read, and a connection can only be used again after the whole
-/// of it. So a short rest is read, and of a long one the client is told that the connection ends here. Without either, its
+/// An error is often answered before the request's body was read, and an upload before its very end (a form's last boundary
+/// comes before the body's last chunk), and a connection can only be used again after the whole of it. So a short rest is read, and of a long one the client is told that the connection ends here. Without either, its
 /// next request could go out on a connection that is just being closed, and be lost.
 async fn read_to_the_end(request: Request, next: Next) -> Response {
     if request.body().is_end_stream() {
         return next.run(request).await;
     }
+    let is_files = request.uri().path().starts_with("/files");
     let (head, body) = request.into_parts();
     let body = Arc::new(parking_lot::Mutex::new(body.into_data_stream()));
     let shared = Arc::clone(&body);
     let stream = futures::stream::poll_fn(move |context| shared.lock().poll_next_unpin(context));
     let mut response = next.run(Request::from_parts(head, Body::from_stream(stream))).await;
     let failed = response.status().is_client_error() || response.status().is_server_error();
-    if failed && !drain(&body).await {
+    // A stream that succeeds may still be reading: only errors and files are over when they are answered.
+    if (failed || is_files) && !drain(&body).await {
         response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
     response

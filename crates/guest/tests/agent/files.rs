@@ -450,3 +450,28 @@ async fn a_refused_upload_leaves_a_connection_or_says_that_it_does_not() {
         }
     }
 }
+
+/// A form's last boundary comes before the body's last chunk; what comes after that is not lost.
+#[tokio::test]
+async fn a_form_whose_end_is_late_leaves_a_connection() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let agent = Agent::start();
+    let dir = tempfile::tempdir().unwrap();
+    let address = agent.base.strip_prefix("http://").unwrap();
+    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    let form =
+        "--b\r\nContent-Disposition: form-data; name=\"file\"; filename=\"f\"\r\n\r\ntext\r\n--b--\r\n";
+    let head = format!(
+        "POST /files?path={}/f HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n\
+         Transfer-Encoding: chunked\r\n\r\n{:x}\r\n{form}\r\n",
+        dir.path().display(),
+        form.len()
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    stream.write_all(b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+    let mut answer = Vec::new();
+    while !answer.windows(4).any(|four| four == b" 204") {
+        assert_ne!(stream.read_buf(&mut answer).await.unwrap(), 0, "{}", String::from_utf8_lossy(&answer));
+    }
+}
