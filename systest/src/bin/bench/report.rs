@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 /// What was measured: samples of one quantity.
@@ -40,18 +40,20 @@ impl Figure {
 /// All figures of a run, and the machine they hold for.
 pub(crate) struct Report {
     machine: Value,
+    built: jiff::Timestamp,
     parts: Vec<(String, Vec<Figure>)>,
 }
 
 impl Report {
     /// Says on which machine this is.
     pub(crate) fn begin() -> Result<Self> {
-        let machine = machine();
+        let built = built()?;
+        let machine = machine(built);
         say("machine")?;
         for (name, value) in machine.as_object().into_iter().flatten() {
-            say(&format!("  {name:<12} {}", value.as_str().unwrap_or_default()))?;
+            say(&format!("  {name:<13} {}", value.as_str().unwrap_or_default()))?;
         }
-        Ok(Self { machine, parts: Vec::new() })
+        Ok(Self { machine, built, parts: Vec::new() })
     }
 
     /// Begins a part.
@@ -89,9 +91,13 @@ impl Report {
         Ok(())
     }
 
-    /// Writes the file, if one is wanted.
+    /// Writes the file, if one is wanted. Figures of two programs are figures of neither.
     pub(crate) fn end(self, file: Option<&Path>) -> Result<()> {
         say(&format!("\nload at the end: {}", load()))?;
+        ensure!(
+            built()? == self.built,
+            "the server was built anew during the run: its figures are of two programs"
+        );
         let Some(file) = file else { return Ok(()) };
         let parts: serde_json::Map<String, Value> = self
             .parts
@@ -122,7 +128,15 @@ fn load() -> String {
     text.split(' ').next().unwrap_or_default().to_owned()
 }
 
-fn machine() -> Value {
+/// When the server was built. The commit alone does not say what runs.
+fn built() -> Result<jiff::Timestamp> {
+    let program = systest::program();
+    let metadata =
+        std::fs::metadata(&program).with_context(|| format!("{} is not there", program.display()))?;
+    Ok(metadata.modified()?.try_into()?)
+}
+
+fn machine(built: jiff::Timestamp) -> Value {
     let first = |path: &str, name: &str| {
         let text = std::fs::read_to_string(path).unwrap_or_default();
         let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
@@ -140,7 +154,8 @@ fn machine() -> Value {
         "memory": first("/proc/meminfo", "MemTotal"),
         "kernel": said(&["uname", "-r"]),
         "qemu": said(&["qemu-system-x86_64", "--version"]),
-        "commit": said(&["git", "-C", &systest::root().display().to_string(), "describe", "--always", "--dirty"]),
+        "server built": built.to_string(),
+        "checkout": said(&["git", "-C", &systest::root().display().to_string(), "describe", "--always", "--dirty"]),
         "date": jiff::Timestamp::now().to_string(),
     })
 }
