@@ -56,6 +56,8 @@ pub(crate) struct Limits {
     pub(crate) max_sandboxes: usize,
     /// Sandboxes of one team.
     pub(crate) sandboxes_per_team: u64,
+    /// Open connections to the public address; derived from the limit of open files if 0.
+    pub(crate) connections: usize,
     /// Disk in MiB that must be free for a sandbox to be made.
     pub(crate) min_free_mib: u64,
     /// Machines that start at the same time; twice the number of CPUs if 0.
@@ -92,6 +94,7 @@ impl Default for Limits {
         Self {
             max_sandboxes: 1000,
             sandboxes_per_team: 1000,
+            connections: 0,
             min_free_mib: 1024,
             starts_at_once: 0,
             max_timeout_seconds: 24 * 3600,

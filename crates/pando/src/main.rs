@@ -8,6 +8,7 @@
 
 mod commands;
 mod config;
+mod listener;
 mod output;
 mod target;
 

@@ -262,3 +262,29 @@ async fn a_host_without_space_or_room_refuses() {
         );
     }
 }
+
+/// Half-sent requests need no key: they must cost sandboxes nothing, nor the end of the server time.
+#[tokio::test]
+async fn strangers_cannot_use_up_descriptors() {
+    let mut server = Server::start_with("[limits]\nconnections = 20\n").unwrap();
+    let before = Holdings::of(&server);
+    let address = server.url.strip_prefix("http://").unwrap().to_owned();
+    let mut halves = Vec::new();
+    for _ in 0..100 {
+        let mut stream = std::net::TcpStream::connect(&address).unwrap();
+        std::io::Write::write_all(&mut stream, b"GET /health HTTP/1.1\r\nhost: a\r\n").unwrap();
+        halves.push(stream);
+    }
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let grown = Holdings::of(&server).descriptors - before.descriptors;
+    assert!(grown <= 24, "{grown} descriptors for 20 connections");
+    // Whoever comes after them is served once they have had their time; they reconnect no more.
+    halves.truncate(30);
+    let guest = server.create().await.unwrap();
+    assert_eq!(guest.sh("echo ok").await.unwrap().stdout, "ok\n");
+    server.api().kill(guest.id()).await.unwrap();
+    let _more: Vec<_> = (0..10).map(|_| std::net::TcpStream::connect(&address).unwrap()).collect();
+    let begun = Instant::now();
+    server.stop().unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+}

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use axum::serve::ListenerExt;
 use client::Endpoint;
 use client::node::NodeClient;
 use control::db::Db;
@@ -23,12 +22,26 @@ use store::layout::DataDir;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::config::{Config, name_servers};
+use crate::config::{Config, Limits, name_servers};
+use crate::listener::{self, Public};
 use crate::output;
 use crate::target::{Target, address_file, key_file};
 
 /// What open streams get to end by themselves once their sandboxes are gone.
 const GRACE: Duration = Duration::from_secs(3);
+/// A request's head must be whole this long after its first byte.
+const HEAD_LIMIT: Duration = Duration::from_secs(15);
+/// A connection is kept this long for the client's next request.
+const IDLE_LIMIT: Duration = Duration::from_secs(60);
+/// Descriptors of a running sandbox: link, console, control, standard error, process, and what reads its guest.
+const SANDBOX_DESCRIPTORS: u64 = 8;
+/// Of a connection: the client's socket, and both ends of the stream into the guest.
+const CONNECTION_DESCRIPTORS: u64 = 3;
+/// Of the server itself: database, templates, logs, threads, and room for what nobody counted.
+const OWN_DESCRIPTORS: u64 = 512;
+/// Bounds of what is derived when the configuration names no number.
+const FEWEST_CONNECTIONS: u64 = 64;
+const MOST_CONNECTIONS: u64 = 10_000;
 
 /// Serves the API and the sandboxes of this machine.
 #[derive(Debug, clap::Args)]
@@ -69,7 +82,7 @@ impl Serve {
         start_log(config.log_json);
         let data = DataDir::open(&target.data_dir)?;
         let _lock = lock(&data)?;
-        raise_descriptor_limit();
+        let limits = listener_limits(&config.limits, raise_descriptor_limit())?;
         // Bound before anything is changed: a second server on the address must not sweep anything away.
         let listener = TcpListener::bind(config.listen).await.with_context(|| {
             format!("cannot listen on {}; choose another address with --listen", config.listen)
@@ -84,7 +97,7 @@ impl Serve {
         let control = start_control(&data, &config, address, &node).await?;
         let follow = tokio::spawn(control::follow::follow(control.clone()));
         std::fs::write(address_file(target.data_dir.as_path()), format!("http://{address}\n"))?;
-        let public = serve_public(listener, control);
+        let public = Public::start(listener, control::http::router(control), limits);
         output::note(&format!(
             "pando serves the E2B API on http://{address}; Ctrl-C ends it and its sandboxes"
         ));
@@ -182,13 +195,45 @@ fn start_log(json: bool) {
     }
 }
 
-/// Each sandbox costs a handful of descriptors, each connection two.
-fn raise_descriptor_limit() {
+/// Makes the soft limit of open files the hard one; how many that is.
+fn raise_descriptor_limit() -> u64 {
     let mut limit = rustix::process::getrlimit(Resource::Nofile);
+    let soft = limit.current;
     limit.current = limit.maximum;
-    if let Err(error) = rustix::process::setrlimit(Resource::Nofile, limit) {
-        tracing::warn!(%error, "the limit of open files cannot be raised");
+    match rustix::process::setrlimit(Resource::Nofile, limit) {
+        // None is no limit.
+        Ok(()) => limit.maximum.unwrap_or(u64::MAX),
+        Err(error) => {
+            tracing::warn!(%error, "the limit of open files cannot be raised");
+            soft.unwrap_or(u64::MAX)
+        }
     }
+}
+
+/// How many connections the listener may have open, so that sandboxes always find descriptors left.
+fn listener_limits(limits: &Limits, descriptors: u64) -> Result<listener::Limits> {
+    let sandboxes = limits.max_sandboxes as u64;
+    let kept = OWN_DESCRIPTORS.saturating_add(sandboxes.saturating_mul(SANDBOX_DESCRIPTORS));
+    let room = descriptors.saturating_sub(kept) / CONNECTION_DESCRIPTORS;
+    let wanted = limits.connections as u64;
+    if wanted > room {
+        bail!(
+            "limits.connections: beside {sandboxes} sandboxes (limits.max_sandboxes) this process has room for {room} \
+             connections, not {wanted}: it may open {descriptors} files. Raise the hard limit (ulimit -Hn; \
+             LimitNOFILE= of a service), or lower one of the two"
+        );
+    }
+    if room < FEWEST_CONNECTIONS && wanted == 0 {
+        tracing::warn!(
+            descriptors,
+            max_sandboxes = sandboxes,
+            "this process may open too few files for limits.max_sandboxes sandboxes: raise the hard limit of open files"
+        );
+    }
+    let derived = room.clamp(FEWEST_CONNECTIONS, MOST_CONNECTIONS);
+    let connections = usize::try_from(if wanted == 0 { derived } else { wanted })?;
+    tracing::debug!(connections, descriptors, "public listener");
+    Ok(listener::Limits { connections, head: HEAD_LIMIT, idle: IDLE_LIMIT })
 }
 
 /// The node's API, on a socket that root alone can reach.
@@ -235,39 +280,6 @@ async fn start_control(data: &DataDir, config: &Config, address: SocketAddr, nod
     Ok(control)
 }
 
-/// The public server, until it is told to stop.
-struct Public {
-    stop: tokio::sync::oneshot::Sender<()>,
-    task: tokio::task::JoinHandle<()>,
-}
-
-impl Public {
-    async fn stop(self) {
-        let _ = self.stop.send(());
-        let _ = self.task.await;
-    }
-}
-
-fn serve_public(listener: TcpListener, control: Control) -> Public {
-    let (stop, stopped) = tokio::sync::oneshot::channel();
-    // Small frames of streams must not wait for each other's acknowledgement.
-    let listener = listener.tap_io(|stream| {
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "TCP_NODELAY");
-        }
-    });
-    let service = control::http::router(control).into_make_service_with_connect_info::<SocketAddr>();
-    let task = tokio::spawn(async move {
-        let until = async {
-            let _ = stopped.await;
-        };
-        if let Err(error) = axum::serve(listener, service).with_graceful_shutdown(until).await {
-            tracing::error!(%error, "the public server ended");
-        }
-    });
-    Public { stop, task }
-}
-
 async fn wait_for_end() -> Result<()> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     tokio::select! {
@@ -275,4 +287,23 @@ async fn wait_for_end() -> Result<()> {
         _ = terminate.recv() => {}
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_leave_descriptors_for_the_sandboxes() {
+        let limits = |connections, max_sandboxes| Limits { connections, max_sandboxes, ..Limits::default() };
+        let derived = |sandboxes, descriptors| {
+            listener_limits(&limits(0, sandboxes), descriptors).unwrap().connections as u64
+        };
+        assert!(derived(1000, 20_000) * CONNECTION_DESCRIPTORS + 1000 * SANDBOX_DESCRIPTORS < 20_000);
+        assert_eq!(derived(10, u64::MAX), MOST_CONNECTIONS);
+        assert_eq!(derived(1000, 1024), FEWEST_CONNECTIONS);
+        assert_eq!(listener_limits(&limits(7, 1000), 20_000).unwrap().connections, 7);
+        let error = listener_limits(&limits(10_000, 1000), 20_000).unwrap_err().to_string();
+        assert!(error.contains("limits.connections") && error.contains("20000"), "{error}");
+    }
 }
