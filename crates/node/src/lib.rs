@@ -8,6 +8,7 @@
 //! * [`guest`]: what is said to the agent in a guest.
 //! * [`template`]: booting a disk and parking it as a template.
 //! * [`sweep`]: removing what a crash left.
+//! * [`uids`]: user IDs for machines, no other server's on this host.
 //! * [`http`]: the node's own API, for `control`.
 //! * [`metrics`], [`logs`]: bounded records of each sandbox.
 
@@ -19,6 +20,7 @@ pub mod metrics;
 pub mod sandbox;
 pub mod sweep;
 pub mod template;
+pub mod uids;
 
 mod sys;
 
@@ -49,6 +51,17 @@ pub enum NodeError {
         free_mib: u64,
         /// What must be.
         needed_mib: u64,
+    },
+    /// The user IDs that machines are to run under are other servers'.
+    #[error(
+        "this host has no {count} user IDs free from {base} on: other pando servers or users have them; set \
+         limits.uid_base or a lower limits.max_sandboxes"
+    )]
+    NoUids {
+        /// Where the search began.
+        base: u32,
+        /// How many were wanted.
+        count: u32,
     },
     /// The node is shutting down.
     #[error("this node is shutting down")]

@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use node::uids;
 use serde::{Deserialize, Serialize};
 
 /// Where everything is kept unless `--data-dir` says otherwise.
@@ -140,6 +141,23 @@ impl Config {
         if self.limits.uid_base < 1000 {
             wrong.push("limits.uid_base: must be at least 1000, so that no machine runs as a system user");
         }
+        // One for each sandbox and one for a template that is made meanwhile, none of them `nobody`.
+        let first = u64::from(self.limits.uid_base);
+        let last = first.saturating_add(self.limits.max_sandboxes as u64);
+        if last > u64::from(uids::LAST) {
+            wrong.push(
+                "limits.uid_base, limits.max_sandboxes: their sum must be at most 2147483646, the last user ID",
+            );
+        }
+        if first <= u64::from(*uids::NOBODY.end()) && last >= u64::from(*uids::NOBODY.start()) {
+            wrong.push(
+                "limits.uid_base, limits.max_sandboxes: the user IDs from one to their sum must not hold 65534 or \
+                 65535, which are nobody's",
+            );
+        }
+        if self.dns.iter().any(|server| server.port() == 0) {
+            wrong.push("dns: a name server's port must not be 0; the usual one is 53");
+        }
         if let Some(domain) = &self.domain
             && (domain.is_empty() || domain.contains('/'))
         {
@@ -174,6 +192,18 @@ mod tests {
         assert!(load("lisen = '127.0.0.1:1'").unwrap_err().contains("lisen"));
         let faults = load("[template]\nvcpus = 0\nmemory_mib = 1").unwrap_err();
         assert!(faults.contains("vcpus") && faults.contains("memory_mib"), "{faults}");
+        for (text, names) in [
+            ("dns = ['1.1.1.1:53', '127.0.0.1:0']", "dns"),
+            ("[limits]\nuid_base = 4294967295", "uid_base"),
+            ("[limits]\nuid_base = 2147483646", "uid_base"),
+            ("[limits]\nmax_sandboxes = 9223372036854775807", "max_sandboxes"),
+            ("[limits]\nuid_base = 65000", "nobody"),
+            ("[limits]\nuid_base = 999", "system user"),
+        ] {
+            let faults = load(text).unwrap_err();
+            assert!(faults.contains(names), "{text}: {faults}");
+        }
+        assert!(load("[limits]\nuid_base = 2147482646").is_ok());
         assert_eq!(
             load("listen = '127.0.0.1:9'\n[limits]\nmax_sandboxes = 5").unwrap().limits.max_sandboxes,
             5

@@ -18,7 +18,6 @@ use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::extract::ConnectInfo;
-use axum::response::Response;
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 use hyper::body::Incoming;
@@ -510,7 +509,7 @@ mod tests {
         let connection = tokio::spawn(connection);
         for _ in 0..3 {
             let request = axum::http::Request::get("http://a/health").body(Body::empty()).unwrap();
-            let answer: Response<Incoming> = sender.send_request(request).await.unwrap();
+            let answer: axum::http::Response<Incoming> = sender.send_request(request).await.unwrap();
             assert_eq!(answer.status(), 200);
             tokio::time::sleep(LIMITS.head / 3).await;
         }

@@ -167,3 +167,35 @@ async fn file_paths_stay_in_the_guest_and_its_rights() {
     assert!(read("/etc/passwd").await.unwrap().contains("root:x:0"));
     let _ = std::fs::remove_file(canary);
 }
+
+fn users_of(server: &Server) -> Vec<String> {
+    let uid = |pid: u32| {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap().trim().to_owned()
+    };
+    systest::host::machines(&server.data()).into_iter().map(uid).collect()
+}
+
+/// A user ID is the host's, not the server's: neither a second server nor one after a crash gives out another's.
+#[tokio::test]
+async fn no_two_servers_share_a_user_id() {
+    let (mut one, two) = (Server::start().unwrap(), Server::start().unwrap());
+    let (a, b) = tokio::join!(one.create(), two.create());
+    let (_a, _b) = (a.unwrap(), b.unwrap());
+    one.crash().unwrap();
+    let orphan = users_of(&one);
+    assert_eq!(orphan.len(), 1, "its machine is there until it is swept");
+    let three = Server::start().unwrap();
+    let _c = three.create().await.unwrap();
+    let mut all = [orphan, users_of(&two), users_of(&three)].concat();
+    assert_eq!(all.len(), 3);
+    all.sort();
+    all.dedup();
+    assert_eq!(all.len(), 3, "{all:?}");
+    // The crashed server gets a range of its own again, and sweeps up.
+    one.restart().unwrap();
+    assert!(users_of(&one).is_empty());
+    let _d = one.create().await.unwrap();
+    let again = users_of(&one);
+    assert!(![users_of(&two), users_of(&three)].concat().contains(&again[0]), "{again:?}");
+}

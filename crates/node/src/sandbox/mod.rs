@@ -7,7 +7,7 @@
 pub mod owner;
 pub mod state;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,6 +28,7 @@ use crate::NodeError;
 use crate::logs::Logs;
 use crate::machine::Driver;
 use crate::metrics::Samples;
+use crate::uids::Uids;
 use owner::{Command, Published};
 
 /// Messages an owner may have waiting; more is a client that does not wait for answers.
@@ -49,8 +50,8 @@ pub struct NodeConfig {
     pub starts_at_once: usize,
     /// Disk that must be free for a sandbox to be made.
     pub min_free_mib: u64,
-    /// The first of the user IDs that machines run under, one each.
-    pub uid_base: u32,
+    /// The user IDs that machines run under, one each.
+    pub uids: Uids,
 }
 
 /// The sandboxes of this host. Clones are the same node.
@@ -114,31 +115,6 @@ impl Entry {
     }
 }
 
-/// User IDs for machines: the lowest free one is given out, so that the range stays small.
-pub(crate) struct Uids {
-    base: u32,
-    used: Mutex<BTreeSet<u32>>,
-}
-
-impl Uids {
-    fn new(base: u32) -> Self {
-        Self { base, used: Mutex::new(BTreeSet::new()) }
-    }
-
-    pub(crate) fn take(&self) -> u32 {
-        let mut used = self.used.lock();
-        let mut uid = self.base;
-        while !used.insert(uid) {
-            uid += 1;
-        }
-        uid
-    }
-
-    pub(crate) fn give_back(&self, uid: u32) {
-        self.used.lock().remove(&uid);
-    }
-}
-
 impl Node {
     /// Opens the templates of the data directory and loads their memory. Sandboxes of an earlier server must have been
     /// swept away ([`crate::sweep`]).
@@ -160,7 +136,7 @@ impl Node {
             driver: config.driver,
             links: config.links,
             starts: Semaphore::new(config.starts_at_once.max(1)),
-            uids: Uids::new(config.uid_base),
+            uids: config.uids,
             min_free_mib: config.min_free_mib,
             max_sandboxes: config.max_sandboxes,
             templates,

@@ -154,7 +154,8 @@ async fn start(
     let spec = &entry.spec;
     let _turn = node.inner().starts.acquire().await.map_err(|_| NodeError::Stopping)?;
     check_space(node)?;
-    let uid = *resources.uid.insert(node.inner().uids.take());
+    let uid = node.inner().uids.take().ok_or(NodeError::Busy("each of its user IDs is taken"))?;
+    resources.uid = Some(uid);
     let dir = node.inner().data.sandbox(&spec.id);
     make_private_dir(&dir, uid)?;
     let dir = resources.dir.insert(dir).clone();

@@ -15,6 +15,7 @@ use control::{Control, ControlConfig};
 use edge::ingress::Ingress;
 use edge::link::{LinkConfig, Links};
 use node::machine::probe;
+use node::uids::Uids;
 use node::{Node, NodeConfig};
 use rustix::fs::FlockOperation;
 use rustix::process::Resource;
@@ -147,6 +148,8 @@ impl Serve {
         };
         let links = Links::start(LinkConfig { upstream_dns: dns, ..LinkConfig::default() })?;
         let limits = &config.limits;
+        let uids = Uids::reserve(limits.uid_base, u32::try_from(limits.max_sandboxes)?)?;
+        tracing::info!(first = uids.first(), count = limits.max_sandboxes, "user IDs of machines");
         let node = Node::start(NodeConfig {
             data: data.clone(),
             driver: Arc::new(qemu),
@@ -154,7 +157,7 @@ impl Serve {
             max_sandboxes: limits.max_sandboxes,
             min_free_mib: limits.min_free_mib,
             starts_at_once: if limits.starts_at_once == 0 { 2 * cpus } else { limits.starts_at_once },
-            uid_base: limits.uid_base,
+            uids,
         })
         .await?;
         if node.templates()?.is_empty() {

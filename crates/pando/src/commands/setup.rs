@@ -188,13 +188,15 @@ async fn make_base_template(data: &DataDir, config: &Config, qemu: Qemu) -> Resu
             template
         }
         None => {
+            // Held until the machine has ended.
+            let uids = node::uids::Uids::reserve(config.limits.uid_base, 1)?;
             let plan = node::template::Plan {
                 disk: data.base_disk(),
                 aliases: vec![BASE.to_owned()],
                 vcpus: wanted.vcpus,
                 memory_mib: wanted.memory_mib,
                 disk_mib: wanted.disk_mib,
-                uid: config.limits.uid_base,
+                uid: uids.first(),
                 defaults: GuestDefaults {
                     user: "user".to_owned(),
                     workdir: String::new(),
