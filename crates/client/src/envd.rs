@@ -220,7 +220,13 @@ impl CommandStream {
 
 fn stream_error(error: &Value) -> ClientError {
     let text = |name: &str| error.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
-    let body = ErrorBody { code: 200, message: text("message"), error_code: text("code"), request_id: None };
+    let body = ErrorBody {
+        code: 200,
+        message: text("message"),
+        error_code: text("code"),
+        request_id: None,
+        detail: None,
+    };
     ClientError::Refused { status: http::StatusCode::OK, body }
 }
 

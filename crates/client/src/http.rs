@@ -211,7 +211,7 @@ fn loose_error(status: StatusCode, bytes: &[u8]) -> ErrorBody {
         if plain.is_empty() { status.to_string() } else { plain }
     });
     let error_code = text("code").unwrap_or_default();
-    ErrorBody { code: status.as_u16(), message, error_code, request_id: None }
+    ErrorBody { code: status.as_u16(), message, error_code, request_id: None, detail: None }
 }
 
 /// A body that is there whole.

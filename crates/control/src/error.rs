@@ -7,6 +7,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use client::ClientError;
 use proto::chain;
+use proto::node::EndReason;
 
 /// What a request came to that is not a success.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -90,6 +91,21 @@ impl ApiError {
         }
     }
 
+    /// 409, or 503 when the server ended it: the sandbox ended before its create was answered.
+    pub fn ended_in_create(reason: EndReason) -> Self {
+        if reason == EndReason::NodeStopped {
+            return Self::stopping();
+        }
+        let message = format!("the sandbox ended while it was being created: {}", reason.describe());
+        Self::new(StatusCode::CONFLICT, "sandbox_ended", message)
+    }
+
+    /// 503: the server is about to end.
+    fn stopping() -> Self {
+        let base = Self::new(StatusCode::SERVICE_UNAVAILABLE, "node_stopping", "the server is shutting down");
+        Self { retry_after: Some(5), ..base }
+    }
+
     /// 500: a defect or a broken host; the user learns only where to look.
     pub fn internal(error: &(dyn std::error::Error + 'static)) -> Self {
         let message = "something went wrong in the server; its log says what, under this request ID";
@@ -107,7 +123,10 @@ impl From<sqlx::Error> for ApiError {
 /// What a node's refusal is to the user. The words are the node's ([`proto::node`]).
 impl From<ClientError> for ApiError {
     fn from(error: ClientError) -> Self {
-        let detail = Some(chain(&error));
+        let detail = match &error {
+            ClientError::Refused { body, .. } if body.detail.is_some() => body.detail.clone(),
+            _ => Some(chain(&error)),
+        };
         let base = match &error {
             ClientError::Refused { body, .. } => match body.error_code.as_str() {
                 "sandbox_not_found" => {
@@ -116,9 +135,7 @@ impl From<ClientError> for ApiError {
                 "template_not_found" => {
                     Self::new(StatusCode::NOT_FOUND, "template_not_found", body.message.clone())
                 }
-                "sandbox_in_transition" => {
-                    Self::new(StatusCode::CONFLICT, "sandbox_in_transition", body.message.clone())
-                }
+                "sandbox_ended" => Self::new(StatusCode::CONFLICT, "sandbox_ended", body.message.clone()),
                 "sandbox_capacity_unavailable" => Self {
                     retry_after: Some(2),
                     ..Self::new(
@@ -127,24 +144,19 @@ impl From<ClientError> for ApiError {
                         body.message.clone(),
                     )
                 },
-                "node_stopping" => Self {
-                    retry_after: Some(5),
-                    ..Self::new(
-                        StatusCode::SERVICE_UNAVAILABLE,
-                        "node_stopping",
-                        "the server is shutting down",
-                    )
-                },
+                "node_stopping" => Self::stopping(),
                 "node_disk_full" => Self::new(
                     StatusCode::SERVICE_UNAVAILABLE,
                     "node_disk_full",
                     format!("{}; free some space under the data directory", body.message),
                 ),
-                _ => Self::new(
+                "sandbox_create_failed" => Self::new(
                     StatusCode::INTERNAL_SERVER_ERROR,
                     "sandbox_create_failed",
                     format!("the sandbox could not be created: {}", body.message),
                 ),
+                // What the node did not say in so many words is for the log.
+                _ => Self::internal(&error),
             },
             _ => Self::new(StatusCode::SERVICE_UNAVAILABLE, "node_unreachable", "the node cannot be reached"),
         };

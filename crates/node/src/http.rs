@@ -5,6 +5,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
 use axum::{Json, Router};
+use edge::link::LinkError;
 use proto::SandboxId;
 use proto::api::ErrorBody;
 use proto::node::{Deadline, SandboxSpec};
@@ -12,6 +13,7 @@ use serde::Deserialize;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::BroadcastStream;
 
+use crate::machine::MachineError;
 use crate::{Node, NodeError};
 
 /// The node's routes.
@@ -27,35 +29,55 @@ pub fn router(node: Node) -> Router {
         .with_state(node)
 }
 
+/// For what only the log may tell in full.
+const SEE_LOG: &str = "something went wrong on the node; the server's log says what";
+
 impl NodeError {
-    /// The HTTP status and the stable word for it.
-    fn status(&self) -> (StatusCode, &'static str) {
+    /// The HTTP status, the stable word for it, and what a client may be told: never a place on the host, nor the words
+    /// of a program on it.
+    fn told(&self) -> (StatusCode, &'static str, String) {
+        const FULL: StatusCode = StatusCode::SERVICE_UNAVAILABLE;
+        const FAILED: StatusCode = StatusCode::INTERNAL_SERVER_ERROR;
+        let own = || self.to_string();
         match self {
-            Self::NotFound => (StatusCode::NOT_FOUND, "sandbox_not_found"),
-            Self::UnknownTemplate(_) => (StatusCode::NOT_FOUND, "template_not_found"),
-            Self::Conflict(_) => (StatusCode::CONFLICT, "sandbox_in_transition"),
-            Self::Busy(_) => (StatusCode::SERVICE_UNAVAILABLE, "sandbox_capacity_unavailable"),
-            Self::Stopping => (StatusCode::SERVICE_UNAVAILABLE, "node_stopping"),
-            Self::DiskFull { .. } => (StatusCode::SERVICE_UNAVAILABLE, "node_disk_full"),
-            Self::Store(store::Error::Io { source, .. }) | Self::Io { source, .. }
-                if source.kind() == std::io::ErrorKind::StorageFull =>
-            {
-                (StatusCode::SERVICE_UNAVAILABLE, "node_disk_full")
+            Self::Shared(error) => error.told(),
+            Self::NotFound => (StatusCode::NOT_FOUND, "sandbox_not_found", own()),
+            Self::UnknownTemplate(_) => (StatusCode::NOT_FOUND, "template_not_found", own()),
+            Self::Ended(_) => (StatusCode::CONFLICT, "sandbox_ended", own()),
+            Self::Busy(_) | Self::NoUids { .. } => (FULL, "sandbox_capacity_unavailable", own()),
+            Self::Stopping | Self::Link(LinkError::Shutdown) => (FULL, "node_stopping", own()),
+            Self::DiskFull { .. } => (FULL, "node_disk_full", own()),
+            _ if is_disk_full(self) => (FULL, "node_disk_full", "the host's disk is full".to_owned()),
+            Self::Machine(MachineError::Deadline { .. } | MachineError::OtherMachine { .. }) => {
+                (FAILED, "sandbox_create_failed", own())
             }
-            Self::Shared(error) => error.status(),
-            _ => (StatusCode::INTERNAL_SERVER_ERROR, "sandbox_create_failed"),
+            Self::Machine(MachineError::Died(_)) => {
+                let message = "the machine ended while it started; the server's log has its last words";
+                (FAILED, "sandbox_create_failed", message.to_owned())
+            }
+            Self::Guest(error) => (FAILED, "sandbox_create_failed", error.to_string()),
+            Self::Machine(_) | Self::Store(_) | Self::Link(_) | Self::Io { .. } | Self::OwnerLost => {
+                (FAILED, "node_failed", SEE_LOG.to_owned())
+            }
         }
     }
 }
 
+/// Whether the first cause of it is that no byte or file more fits on the disk, whatever was being written.
+fn is_disk_full(error: &(dyn std::error::Error + 'static)) -> bool {
+    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    std::iter::successors(Some(error), |error| error.source())
+        .filter_map(|error| error.downcast_ref::<std::io::Error>())
+        .any(|error| matches!(error.kind(), StorageFull | QuotaExceeded))
+}
+
 impl IntoResponse for NodeError {
     fn into_response(self) -> Response {
-        let (status, word) = self.status();
-        // Control is the only reader and logs it; the chain of causes is worth more to it than a short text.
-        let message = proto::chain(&self);
-        let body =
-            ErrorBody { code: status.as_u16(), message, error_code: word.to_owned(), request_id: None };
-        (status, Json(body)).into_response()
+        let (status, word, message) = self.told();
+        // Control is the only reader, and writes it to the log beside the request's ID.
+        let detail = Some(proto::chain(&self)).filter(|detail| *detail != message);
+        let (code, error_code) = (status.as_u16(), word.to_owned());
+        (status, Json(ErrorBody { code, message, error_code, request_id: None, detail })).into_response()
     }
 }
 
@@ -122,4 +144,64 @@ async fn events(State(node): State<Node>) -> Response {
         Ok::<_, std::io::Error>(line)
     });
     ([(header::CONTENT_TYPE, "application/x-ndjson")], axum::body::Body::from_stream(lines)).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::guest::GuestError;
+    use std::io::{Error, ErrorKind};
+    use std::path::PathBuf;
+    use std::sync::Arc;
+
+    fn store(kind: ErrorKind) -> store::Error {
+        store::Error::Io { verb: "write", path: PathBuf::from("/secret/delta.qcow2"), source: kind.into() }
+    }
+
+    fn node(kind: ErrorKind) -> NodeError {
+        NodeError::Io { verb: "create", path: PathBuf::from("/secret/iabc"), source: kind.into() }
+    }
+
+    #[test]
+    fn a_full_disk_is_told_as_such_wherever_it_was_noticed() {
+        for kind in [ErrorKind::StorageFull, ErrorKind::QuotaExceeded] {
+            for error in [
+                node(kind),
+                store(kind).into(),
+                MachineError::Store(store(kind)).into(),
+                MachineError::Io { verb: "receive the device state", source: kind.into() }.into(),
+                NodeError::Shared(Arc::new(MachineError::Store(store(kind)).into())),
+            ] {
+                let (status, word, message) = error.told();
+                assert_eq!((status.as_u16(), word), (503, "node_disk_full"), "{error:?}");
+                assert!(!message.contains('/'), "{message}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_client_is_told_a_place_on_the_host() {
+        let words = || "qemu: could not open /secret/x".to_owned();
+        let errors = [
+            node(ErrorKind::NotFound),
+            store(ErrorKind::PermissionDenied).into(),
+            store::Error::Damaged { path: "/secret/disk.raw".into(), problem: "/secret/other".into() }.into(),
+            MachineError::Store(store(ErrorKind::NotFound)).into(),
+            MachineError::Died(words()).into(),
+            MachineError::Refused { command: "cont", message: words() }.into(),
+            MachineError::Control(Error::other(words())).into(),
+            MachineError::Io { verb: "make a link", source: Error::other(words()) }.into(),
+            MachineError::Start { program: "/secret/qemu", package: "q", source: Error::other(words()) }
+                .into(),
+            LinkError::Io { what: "/secret", source: Error::other(words()) }.into(),
+            NodeError::Shared(Arc::new(MachineError::Died(words()).into())),
+            GuestError::Deadline { path: "/init", seconds: 20 }.into(),
+            NodeError::OwnerLost,
+        ];
+        for error in errors {
+            let (status, _, message) = error.told();
+            assert_eq!(status, 500, "{error:?}");
+            assert!(!message.contains("/secret"), "{message}");
+        }
+    }
 }

@@ -38,9 +38,9 @@ pub enum NodeError {
     /// No such template on this node.
     #[error("template {0} is not on this node")]
     UnknownTemplate(proto::TemplateId),
-    /// A sandbox of this ID exists with another specification, or is ending.
-    #[error("the sandbox exists already and is {0:?}")]
-    Conflict(proto::node::SandboxState),
+    /// The sandbox ended before its create could be answered.
+    #[error("the sandbox ended while it was being created: {}", .0.describe())]
+    Ended(proto::node::EndReason),
     /// The node has as many sandboxes as it may, or a sandbox's owner has too much to do.
     #[error("this node is full: {0}")]
     Busy(&'static str),

@@ -25,6 +25,10 @@ pub struct ErrorBody {
     /// Quote this when asking for help; the log has it.
     #[serde(rename = "requestID", default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
+    /// From a node to control only: the causes, for the log. They name places on the host, so no client is told them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(ignore)]
+    pub detail: Option<String>,
 }
 
 /// Body of `POST /sandboxes` and `POST /v2/sandboxes`.

@@ -193,11 +193,50 @@ async fn a_client_that_goes_away_leaves_no_orphan() {
     assert_eq!(Holdings::of(&server).machines, 0);
 }
 
+/// What the API answered when it said no.
+fn refusal(error: &anyhow::Error) -> (u16, proto::api::ErrorBody) {
+    match error.downcast_ref::<client::ClientError>() {
+        Some(client::ClientError::Refused { status, body }) => (status.as_u16(), body.clone()),
+        _ => panic!("not an answer: {error:#}"),
+    }
+}
+
+#[tokio::test]
+async fn a_shutdown_tells_the_creates_it_cuts_short() {
+    let mut server = Server::start().unwrap();
+    let headers = [("x-api-key", server.key.as_str())];
+    let url = server.url.clone();
+    let creates =
+        (0..6).map(|_| request(&url, "POST", "/v2/sandboxes", &headers, r#"{"templateID":"base"}"#));
+    let pid = server.pid();
+    let stop = async {
+        tokio::time::sleep(Duration::from_millis(150)).await;
+        systest::signal(pid, Signal::TERM).unwrap();
+    };
+    let (answers, ()) = tokio::join!(futures::future::join_all(creates), stop);
+    let mut cut_short = 0;
+    for answer in answers.into_iter().map(Result::unwrap) {
+        if answer.status != 201 {
+            let body = answer.json();
+            assert_eq!(
+                (answer.status.as_u16(), &body["error_code"]),
+                (503, &"node_stopping".into()),
+                "{body}"
+            );
+            assert_eq!(answer.headers["retry-after"], "5");
+            cut_short += 1;
+        }
+    }
+    assert!(cut_short > 0, "the shutdown came too late to be tested");
+    server.stop().unwrap();
+}
+
 /// B71 for what there is yet: a kill while a sandbox is being created.
 #[tokio::test]
 async fn killed_from_every_state() {
     let server = Server::start().unwrap();
     let before = Holdings::of(&server);
+    let (mut cut_short, ids) = (0, std::sync::Mutex::new(Vec::new()));
     for wait in [0u64, 10, 30, 60, 100, 150, 200, 250] {
         let create = server.create();
         let kill = async {
@@ -207,13 +246,25 @@ async fn killed_from_every_state() {
                 let id = entry.file_name().to_string_lossy().parse().unwrap();
                 let _ = server.api().kill(&id).await;
                 let _ = server.api().kill(&id).await;
+                ids.lock().unwrap().push(id);
             }
         };
         let (created, ()) = tokio::join!(create, kill);
-        if let Ok(guest) = created {
-            let _ = server.api().kill(guest.id()).await;
+        match created {
+            Ok(guest) => drop(server.api().kill(guest.id()).await),
+            Err(error) => {
+                let (status, body) = refusal(&error);
+                assert_eq!((status, body.error_code.as_str()), (409, "sandbox_ended"), "{body:?}");
+                assert!(body.message.ends_with("it was killed"), "{body:?}");
+                cut_short += 1;
+            }
+        }
+        for id in ids.lock().unwrap().drain(..) {
+            let error = server.api().get(&id).await.unwrap_err().to_string();
+            assert!(error.contains("it was killed"), "{error}");
         }
     }
+    assert!(cut_short > 0, "no kill came in time to be tested");
     assert!(server.api().list().await.unwrap().is_empty());
     settles_to(&server, &before).await;
 }
@@ -287,4 +338,28 @@ async fn strangers_cannot_use_up_descriptors() {
     let begun = Instant::now();
     server.stop().unwrap();
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+}
+
+/// What `min_free_mib` does not catch: the disk fills up while a sandbox is being made.
+#[tokio::test]
+async fn a_disk_that_fills_up_during_a_create_is_told() {
+    let server = Server::start_with("[limits]\nmin_free_mib = 0\n").unwrap();
+    let places = server.data().join("sandboxes");
+    let headers = [("x-api-key", server.key.as_str())];
+    // Room for nothing, for a directory, and for a directory and part of a disk.
+    for options in ["size=4k,nr_inodes=1", "size=4k,nr_inodes=2", "size=4k,nr_inodes=9"] {
+        let mount = |arguments: &[&str]| {
+            let status = std::process::Command::new(arguments[0]).args(&arguments[1..]).arg(&places).status();
+            assert!(status.unwrap().success(), "{arguments:?}");
+        };
+        mount(&["mount", "-t", "tmpfs", "-o", options, "tmpfs"]);
+        let answer = request(&server.url, "POST", "/v2/sandboxes", &headers, r#"{"templateID":"base"}"#)
+            .await
+            .unwrap();
+        mount(&["umount"]);
+        let body = answer.json();
+        assert_eq!((answer.status.as_u16(), &body["error_code"]), (503, &"node_disk_full".into()), "{body}");
+        assert!(!answer.text().contains(".cache"), "a path of the host: {body}");
+    }
+    server.create().await.unwrap();
 }

@@ -128,13 +128,25 @@ impl Control {
         let view = match self.config.node.ensure(&spec).await {
             Ok(view) => view,
             Err(error) => {
-                self.config.db.set_ended(&id, EndReason::CreateFailed).await?;
-                return Err(error.into());
+                let error = ApiError::from(error);
+                // What ended it meanwhile is no failure of the create. Before a sandbox runs only a kill ends it; another
+                // reason has come as an event already, and the first one stands.
+                match error.code {
+                    "sandbox_ended" => self.config.db.set_ended(&id, EndReason::Killed).await?,
+                    "node_stopping" => self.config.db.set_ended(&id, EndReason::NodeStopped).await?,
+                    _ => self.config.db.set_ended(&id, EndReason::CreateFailed).await?,
+                }
+                return Err(error);
             }
         };
         if !self.config.db.set_running(&id, to_microseconds(view.started_at)).await? {
-            let error = std::io::Error::other("the sandbox ended as soon as it was created");
-            return Err(ApiError::internal(&error));
+            // A kill that came before the node had heard of the sandbox found nothing there to end.
+            let _ = self.config.node.kill(&id).await;
+            let reason = match self.config.db.sandbox(&row.team, &id).await? {
+                Some(SandboxRow { state: RowState::Ended(reason), .. }) => reason,
+                _ => EndReason::MachineDied,
+            };
+            return Err(ApiError::ended_in_create(reason));
         }
         Ok(self.sandbox(&row))
     }

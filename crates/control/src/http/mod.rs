@@ -157,6 +157,7 @@ fn told(error: ApiError, request_id: &str) -> Response {
         message: error.message,
         error_code: error.code.to_owned(),
         request_id: Some(request_id.to_owned()),
+        detail: None,
     };
     let mut response = (error.status, Json(body)).into_response();
     if let Some(seconds) = error.retry_after {

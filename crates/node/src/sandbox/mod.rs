@@ -155,10 +155,13 @@ impl Node {
             .wait_for(|published| published.state != SandboxState::Creating)
             .await
             .map_err(|_| NodeError::OwnerLost)?;
-        match (&settled.state, &settled.error) {
-            (SandboxState::Running, _) => {}
-            (_, Some(error)) => return Err(NodeError::Shared(error.clone())),
-            (state, None) => return Err(NodeError::Conflict(*state)),
+        match (settled.state, &settled.error, settled.reason) {
+            (SandboxState::Running, ..) => {}
+            (_, Some(error), _) => return Err(NodeError::Shared(error.clone())),
+            (_, None, Some(EndReason::NodeStopped)) => return Err(NodeError::Stopping),
+            (_, None, Some(reason)) => return Err(NodeError::Ended(reason)),
+            // Whatever ends a sandbox has a reason.
+            (_, None, None) => return Err(NodeError::OwnerLost),
         }
         drop(settled);
         Ok(entry.view())
@@ -186,6 +189,7 @@ impl Node {
             started_at: now,
             end_at: spec.end_at,
             error: None,
+            reason: None,
         });
         let entry = Arc::new(Entry {
             spec,

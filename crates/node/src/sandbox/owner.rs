@@ -50,6 +50,8 @@ pub(crate) struct Published {
     pub(crate) end_at: Timestamp,
     /// Why the start failed.
     pub(crate) error: Option<Arc<NodeError>>,
+    /// Why it ends, from [`SandboxState::Killing`] on.
+    pub(crate) reason: Option<EndReason>,
 }
 
 /// What a sandbox has on this host.
@@ -289,6 +291,7 @@ impl Owner {
             changed = next(published.state, input);
             if let Some(state) = changed {
                 published.state = state;
+                published.reason = published.reason.or(reason);
                 if state == SandboxState::Running {
                     published.started_at = Timestamp::now();
                 }
