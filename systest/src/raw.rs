@@ -30,6 +30,16 @@ impl Answer {
     }
 }
 
+/// Sends bytes to `url` as they are, and reads what comes until the server closes the connection.
+pub async fn bytes(url: &str, request: &str) -> Result<String> {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut stream = tokio::net::TcpStream::connect(url.trim_start_matches("http://")).await?;
+    stream.write_all(request.as_bytes()).await?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await?;
+    Ok(String::from_utf8_lossy(&answer).into_owned())
+}
+
 /// Sends a request to `url` and reads the answer whole.
 pub async fn request(
     url: &str,

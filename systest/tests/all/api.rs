@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use proto::api::NewSandbox;
 use serde_json::json;
-use systest::raw::{Answer, request};
+use systest::raw::{Answer, bytes, request};
 use systest::{Server, eventually};
 
 async fn call(server: &Server, method: &str, path: &str, body: &str) -> Answer {
@@ -104,6 +104,31 @@ async fn bad_requests_are_told_what_is_wrong() {
         assert_error(&call(&server, method, path, "").await, status, word, "");
     }
     assert!(server.api().list().await.unwrap().is_empty(), "nothing was made on the way");
+}
+
+/// HTTP/1.1 demands a Host header, once; HTTP/1.0 knows none and is served all the same, sandboxes too.
+#[tokio::test]
+async fn hosts_are_demanded_of_who_knows_them() {
+    let server = Server::start().unwrap();
+    let guest = server.create().await.unwrap();
+    for (head, status) in [
+        ("GET /health HTTP/1.1\r\nconnection: close\r\n", 400),
+        ("GET /health HTTP/1.1\r\nconnection: close\r\nhost: a\r\nhost: b\r\n", 400),
+        ("GET /health HTTP/1.1\r\nconnection: close\r\nhost: a\r\n", 200),
+        ("GET /health HTTP/1.0\r\n", 200),
+    ] {
+        let answer = bytes(&server.url, &format!("{head}\r\n")).await.unwrap();
+        assert!(answer.contains(&format!(" {status} ")), "{head}: {answer}");
+        assert!(status == 200 || answer.contains(r#""error_code":"invalid_request""#), "{head}: {answer}");
+    }
+    let id = guest.id();
+    for head in [
+        format!("GET /sandbox/{id}/49983/health HTTP/1.0\r\n"),
+        format!("GET /health HTTP/1.0\r\ne2b-sandbox-id: {id}\r\ne2b-sandbox-port: 49983\r\n"),
+    ] {
+        let answer = bytes(&server.url, &format!("{head}\r\n")).await.unwrap();
+        assert!(answer.contains(" 204 "), "{head}: {answer}");
+    }
 }
 
 #[tokio::test]

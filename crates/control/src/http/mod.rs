@@ -14,7 +14,7 @@ use axum::Json;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{ConnectInfo, Request, State};
-use axum::http::{HeaderName, HeaderValue, Method, header};
+use axum::http::{HeaderName, HeaderValue, Method, Version, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -70,6 +70,11 @@ fn cors() -> CorsLayer {
 
 /// Requests for a port of a sandbox go to the ingress.
 async fn to_sandbox(State(control): State<Control>, request: Request, next: Next) -> Response {
+    // HTTP/1.1 demands exactly one (RFC 9112, 3.2), of every server, whatever the request is for.
+    let hosts = request.headers().get_all(header::HOST).iter().count();
+    if hosts > 1 || (hosts == 0 && request.version() == Version::HTTP_11) {
+        return told(ApiError::invalid("the request must have one Host header"), &new_request_id());
+    }
     let (mut head, body) = request.into_parts();
     if let Some(ConnectInfo(client)) = head.extensions.get::<ConnectInfo<SocketAddr>>().copied() {
         head.extensions.insert(ClientAddress(client.ip()));

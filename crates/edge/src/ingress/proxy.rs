@@ -50,10 +50,7 @@ where
     let upgrade = wanted_upgrade(&target, &request);
     let client = upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
     let version = request.version();
-    let (request, uploaded) = match prepare(&target, request, upgrade) {
-        Ok(request) => watch(request),
-        Err(message) => return answer::bad_request(message),
-    };
+    let (request, uploaded) = watch(prepare(inner, &target, request, upgrade));
     let (connection, mut response) = match send(inner, &target, request).await {
         Ok(answer) => answer,
         Err(Failure::Open(error)) => {
@@ -92,6 +89,9 @@ fn refuse<B>(target: &Target, request: &Request<B>, form: Form) -> Option<Respon
     }
     if headers.get_all(HOST).iter().count() > 1 {
         return Some(answer::bad_request("the request has two Host headers"));
+    }
+    if request.version() == Version::HTTP_11 && !headers.contains_key(HOST) {
+        return Some(answer::bad_request("the request has no Host header"));
     }
     if request.method() == Method::CONNECT {
         return Some(answer::bad_request("CONNECT is not forwarded"));
@@ -160,10 +160,11 @@ fn tokens<'a>(headers: &'a HeaderMap, name: &HeaderName) -> impl Iterator<Item =
 
 /// Makes the request that goes to the port.
 fn prepare<B>(
+    inner: &Inner,
     target: &Target,
     request: Request<B>,
     upgrade: Option<HeaderValue>,
-) -> Result<Request<Body>, &'static str>
+) -> Request<Body>
 where
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<BoxError>,
@@ -177,9 +178,7 @@ where
         headers.insert(TE, HeaderValue::from_static("trailers"));
     }
     if !headers.contains_key(HOST) {
-        let authority = head.uri.authority().ok_or("the request names no host")?;
-        let host = HeaderValue::from_str(authority.as_str()).map_err(|_| "the request names no host")?;
-        headers.insert(HOST, host);
+        headers.insert(HOST, host(inner, target, &head.uri));
     }
     forwarded(headers, head.extensions.get::<ClientAddress>(), target);
     if let Some(protocol) = upgrade {
@@ -192,7 +191,18 @@ where
     *out.method_mut() = head.method;
     *out.uri_mut() = uri;
     *out.headers_mut() = head.headers;
-    Ok(out)
+    out
+}
+
+/// The host of a request without the header: that of its URI (HTTP/2), else the name by which the port can be reached
+/// (HTTP/1.0, which knows no hosts; the port's HTTP/1.1 demands one).
+fn host(inner: &Inner, target: &Target, uri: &Uri) -> HeaderValue {
+    let named = uri.authority().and_then(|authority| HeaderValue::from_str(authority.as_str()).ok());
+    named.unwrap_or_else(|| {
+        let domain = inner.domain.as_deref().unwrap_or("localhost");
+        let name = format!("{}-{}.{domain}", target.port, target.sandbox);
+        HeaderValue::from_str(&name).unwrap_or_else(|_| HeaderValue::from_static("localhost"))
+    })
 }
 
 fn forwarded(headers: &mut HeaderMap, client: Option<&ClientAddress>, target: &Target) {
