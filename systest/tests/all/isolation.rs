@@ -113,7 +113,9 @@ async fn tokens_open_one_sandbox_only() {
     }
     assert_eq!(ask(&one, Some(one.token()), "POST", "/process.Process/List", "{}").await.status, 200);
     // What only the host may say is hidden from outside, and refused to the guest itself, root or not.
-    for path in ["/init", "/freeze", "/unfreeze", "/collapse", "/fsfreeze", "/fsthaw", "/upgrade"] {
+    for path in
+        ["/init", "/shutdown", "/freeze", "/unfreeze", "/collapse", "/fsfreeze", "/fsthaw", "/upgrade"]
+    {
         assert_eq!(ask(&one, Some(one.token()), "POST", path, "{}").await.status, 404, "{path}");
     }
     let replay = "curl -s -o /dev/null -w '%{http_code}' -X POST -H 'content-type: application/json' \

@@ -35,8 +35,10 @@ const FORWARDED_PREFIX: HeaderName = HeaderName::from_static("x-forwarded-prefix
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
-/// Routes of the agent for the node alone.
-const INTERNAL: [&str; 7] = ["init", "freeze", "unfreeze", "collapse", "fsfreeze", "fsthaw", "upgrade"];
+/// Routes of the agent for the node alone: those of envd's, and ours. The agent takes the host's word for them without a
+/// token, and to it whatever comes through here is the host's.
+const INTERNAL: [&str; 8] =
+    ["init", "shutdown", "freeze", "unfreeze", "collapse", "fsfreeze", "fsthaw", "upgrade"];
 
 pub(super) async fn serve<B>(inner: &Inner, target: Target, mut request: Request<B>) -> Response<Body>
 where
@@ -430,9 +432,18 @@ mod tests {
 
     #[test]
     fn internal_routes_in_any_spelling() {
-        for path in
-            ["/init", "//init", "/init/", "/INIT", "/%69nit", "/./init", "/a/../init", "/fsthaw", "/init/x"]
-        {
+        for path in [
+            "/init",
+            "/shutdown",
+            "//init",
+            "/init/",
+            "/INIT",
+            "/%69nit",
+            "/./init",
+            "/a/../init",
+            "/fsthaw",
+            "/init/x",
+        ] {
             assert!(is_internal(path), "{path}");
         }
         for path in ["/", "/health", "/files", "/initial", "/x/init", "/files?path=/init", "/%", "/%zz"] {

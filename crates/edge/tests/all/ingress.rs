@@ -279,6 +279,7 @@ async fn internal_routes_of_the_agent_do_not_exist() {
     let (address, fake) = start().await;
     for path in [
         "/init",
+        "/shutdown",
         "/freeze",
         "/unfreeze",
         "/collapse",
