@@ -63,7 +63,8 @@ async fn bad_requests_are_told_what_is_wrong() {
     let server = Server::start().unwrap();
     for (body, names) in [
         ("{", "body"),
-        ("[]", "body"),
+        ("[]", "must be a JSON object"),
+        (r#"["base"]"#, "must be a JSON object"),
         ("", "templateID"),
         (r#"{"templateID":7}"#, "templateID"),
         (r#"{"templateID":"base","timeout":"soon"}"#, "timeout"),
@@ -202,10 +203,14 @@ async fn an_idempotency_key_makes_one_sandbox() {
         "new key",
     );
     assert_error(&post("not a key", body).await, 400, "invalid_request", "Idempotency-Key");
+    // The key stands for the sandbox it made, even when that has ended.
+    let made = made.json()["sandboxID"].as_str().unwrap().to_owned();
+    server.api().kill(&made.parse().unwrap()).await.unwrap();
+    assert_error(&post("one", body).await, 404, "sandbox_not_found", "it was killed");
     // A create that failed may be tried again.
     assert_eq!(post("two", r#"{"templateID":"nope"}"#).await.status, 404);
     assert_eq!(post("two", r#"{"templateID":"nope"}"#).await.status, 404);
-    assert_eq!(server.api().list().await.unwrap().len(), 1);
+    assert_eq!(server.api().list().await.unwrap().len(), 0);
 }
 
 #[tokio::test]

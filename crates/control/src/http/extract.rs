@@ -25,6 +25,10 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         let bytes = Bytes::from_request(request, state).await.map_err(body_error)?;
         let text: &[u8] = if bytes.is_empty() { b"{}" } else { &bytes };
+        // A list would be read as the fields in our order, and its refusal would speak of our types.
+        if text.trim_ascii_start().first() != Some(&b'{') {
+            return Err(ApiError::invalid("the request body must be a JSON object"));
+        }
         let Json(value) = Json::from_bytes(text).map_err(|error: JsonRejection| json_error(&error))?;
         Ok(Self { value, bytes })
     }
@@ -46,10 +50,29 @@ fn json_error(error: &JsonRejection) -> ApiError {
         with_path.get_or_insert_with(|| source.to_string());
         cause = source;
     }
-    ApiError::invalid(format!(
-        "the request body is not what this route takes: {}",
-        with_path.unwrap_or_else(|| error.to_string())
-    ))
+    let problem = with_path.unwrap_or_else(|| error.to_string());
+    ApiError::invalid(format!("the request body is not what this route takes: {}", in_plain_words(&problem)))
+}
+
+/// The names of Rust's types in what serde says, in words of JSON. What the client wrote stands in quotes or backticks.
+fn in_plain_words(problem: &str) -> String {
+    let plain = |word: &str| {
+        match word.trim_end_matches(',') {
+            "i8" | "i16" | "i32" | "i64" | "isize" => "a whole number",
+            "u8" | "u16" | "u32" | "u64" | "usize" => "a whole number, not negative",
+            "f32" | "f64" => "a number",
+            _ => return word.to_owned(),
+        }
+        .to_owned()
+    };
+    // Only what was expected names a type.
+    match problem.split_once(", expected ") {
+        Some((found, expected)) => {
+            let expected: Vec<String> = expected.split(' ').map(plain).collect();
+            format!("{found}, expected {}", expected.join(" "))
+        }
+        None => problem.to_owned(),
+    }
 }
 
 /// A query; an unknown or malformed parameter is named.
@@ -63,7 +86,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Params<T> {
         query.map(|Query(value)| Self(value)).map_err(|error| {
             let cause =
                 std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
-            ApiError::invalid(format!("the query is not what this route takes: {cause}"))
+            ApiError::invalid(format!("the query is not what this route takes: {}", in_plain_words(&cause)))
         })
     }
 }
@@ -96,5 +119,90 @@ impl FromRequestParts<Control> for Caller {
                 "this request has no API key; send it as X-API-Key (`pando env` prints the server's first key)",
             )),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proto::api::{Connect, NewSandbox, Refresh, SetTimeout};
+
+    async fn refused<T: DeserializeOwned>(body: &str) -> Option<String> {
+        let request = Request::new(axum::body::Body::from(body.to_owned()));
+        let error = Body::<T>::from_request(request, &()).await.err()?;
+        assert_eq!((error.status, error.code), (StatusCode::BAD_REQUEST, "invalid_request"), "{body}");
+        Some(error.message)
+    }
+
+    /// Whatever is wrong with a body, the client is told in words of JSON and of the API.
+    #[tokio::test]
+    async fn refusals_speak_of_json() {
+        let values = [
+            "null",
+            "true",
+            "7",
+            "-1",
+            "1.5",
+            "1e99",
+            "99999999999999999999",
+            "\"x\"",
+            "[]",
+            "[1]",
+            "{}",
+            "{\"a\":1}",
+        ];
+        let fields = [
+            "templateID",
+            "timeout",
+            "duration",
+            "memory",
+            "metadata",
+            "envVars",
+            "allow_internet_access",
+            "secure",
+            "autoPause",
+            "unknown",
+        ];
+        let with = |field: &str, value: &str| format!("{{\"{field}\":{value}}}");
+        let bodies = values.iter().flat_map(|value| {
+            let inside = fields.iter().map(|field| with(field, value));
+            inside.chain([(*value).to_owned(), format!("{{{value}"), format!(" {value} x")])
+        });
+        let mut refusals = 0;
+        for body in bodies {
+            let told = [
+                refused::<NewSandbox>(&body).await,
+                refused::<Connect>(&body).await,
+                refused::<Refresh>(&body).await,
+                refused::<SetTimeout>(&body).await,
+            ];
+            for message in told.into_iter().flatten() {
+                refusals += 1;
+                for word in [
+                    "struct",
+                    "enum",
+                    "tuple",
+                    "Option",
+                    "i64",
+                    "u64",
+                    "usize",
+                    "NewSandbox",
+                    "Connect",
+                    "::",
+                ] {
+                    assert!(!message.contains(word), "{body}: {message}");
+                }
+            }
+        }
+        assert!(refusals > 100, "{refusals}");
+        for body in ["[]", "7", "null", "x", "[\"base\"]"] {
+            let message = refused::<NewSandbox>(body).await.unwrap();
+            assert_eq!(message, "the request body must be a JSON object", "{body}");
+        }
+        let message = refused::<NewSandbox>(r#"{"templateID":"b","timeout":"i64"}"#).await.unwrap();
+        assert!(
+            message.contains("timeout") && message.contains("\"i64\", expected a whole number"),
+            "{message}"
+        );
     }
 }
