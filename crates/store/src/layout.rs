@@ -20,6 +20,8 @@ use proto::{SandboxId, TemplateId};
 
 use crate::Error;
 
+const VMLINUX: &str = "guest/vmlinux";
+
 /// The data directory.
 #[derive(Debug, Clone)]
 pub struct DataDir(PathBuf);
@@ -43,6 +45,11 @@ impl DataDir {
         Ok(Self(root))
     }
 
+    /// Whether `root` is a directory that was set up: nothing can be served without a kernel. Makes nothing.
+    pub fn is_set_up(root: &Path) -> bool {
+        root.join(VMLINUX).exists()
+    }
+
     /// The directory itself.
     pub fn root(&self) -> &Path {
         &self.0
@@ -53,7 +60,7 @@ impl DataDir {
     }
     /// The kernel.
     pub fn vmlinux(&self) -> PathBuf {
-        self.0.join("guest/vmlinux")
+        self.0.join(VMLINUX)
     }
     /// The kernel's modules.
     pub fn modules(&self) -> PathBuf {

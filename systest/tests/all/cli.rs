@@ -146,3 +146,24 @@ fn help_env_and_doctor_say_what_is_there() {
     let open = output(&server, &["serve", "--listen", "0.0.0.0:0"], b"");
     assert!(text(&open.stderr).contains("--allow-plaintext"));
 }
+
+/// A server that cannot serve says so and leaves nothing behind.
+#[test]
+fn a_server_that_cannot_start_makes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = other.local_addr().unwrap().to_string();
+    for (arguments, says) in [
+        (&["--listen", taken.as_str()][..], "cannot listen"),
+        (&["--listen", "127.0.0.1:0"], "pando setup"),
+        (&["--listen", "127.0.0.1:0", "--machine", "kvm"], "--machine auto"),
+        (&["--listen", "0.0.0.0:0"], "--allow-plaintext"),
+    ] {
+        let mut command = std::process::Command::new(systest::program());
+        let output = command.arg("serve").args(arguments).env("PANDO_DATA_DIR", &data).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+        assert!(text(&output.stderr).contains(says), "{arguments:?}: {}", text(&output.stderr));
+        assert!(!data.exists(), "{arguments:?}");
+    }
+}

@@ -81,14 +81,18 @@ impl Serve {
         require_root("serve")?;
         let config = self.config(&Config::load(self.config.as_deref())?)?;
         start_log(config.log_json);
-        let data = DataDir::open(&target.data_dir)?;
-        let _lock = lock(&data)?;
         let limits = listener_limits(&config.limits, raise_descriptor_limit())?;
-        // Bound before anything is changed: a second server on the address must not sweep anything away.
+        // Before anything is made or changed: a second server on the address must not sweep anything away, and one that
+        // cannot serve leaves nothing behind.
         let listener = TcpListener::bind(config.listen).await.with_context(|| {
             format!("cannot listen on {}; choose another address with --listen", config.listen)
         })?;
         let address = listener.local_addr()?;
+        if !DataDir::is_set_up(&target.data_dir) {
+            bail!("there is no guest kernel in {}; run `pando setup` first", target.data_dir.display());
+        }
+        let data = DataDir::open(&target.data_dir)?;
+        let _lock = lock(&data)?;
         let swept = node::sweep::sweep(&data)?;
         if swept != node::sweep::Swept::default() {
             tracing::warn!(?swept, "removed what an earlier server left");
@@ -121,6 +125,9 @@ impl Serve {
             config.listen = listen;
         }
         config.allow_plaintext |= self.allow_plaintext;
+        if self.machine == Machine::Kvm {
+            bail!("this version has no VMM of its own yet; use --machine auto or qemu");
+        }
         if !config.listen.ip().is_loopback() && !config.allow_plaintext {
             bail!(
                 "{} is not a loopback address, and this version serves plain HTTP: keys could be read on the way. \
@@ -132,12 +139,6 @@ impl Serve {
     }
 
     async fn start_node(&self, data: &DataDir, config: &Config) -> Result<Node> {
-        if self.machine == Machine::Kvm {
-            bail!("this version has no VMM of its own yet; use --machine auto or qemu");
-        }
-        if !data.vmlinux().exists() {
-            bail!("there is no guest kernel in {}; run `pando setup` first", data.root().display());
-        }
         let (qemu, finding) = probe::choose(data).await?;
         tracing::info!(accelerator = ?qemu.accelerator(), reason = finding.reason, "machine: QEMU");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
