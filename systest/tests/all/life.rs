@@ -236,20 +236,22 @@ async fn a_shutdown_tells_the_creates_it_cuts_short() {
 async fn killed_from_every_state() {
     let server = Server::start().unwrap();
     let before = Holdings::of(&server);
-    let (mut cut_short, ids) = (0, std::sync::Mutex::new(Vec::new()));
+    let mut cut_short = 0;
     for wait in [0u64, 10, 30, 60, 100, 150, 200, 250] {
         let create = server.create();
         let kill = async {
             tokio::time::sleep(Duration::from_millis(wait)).await;
+            let mut killed = Vec::new();
             // It is not listed before it runs; its directory has its name.
             for entry in std::fs::read_dir(server.data().join("sandboxes")).unwrap().flatten() {
                 let id = entry.file_name().to_string_lossy().parse().unwrap();
                 let _ = server.api().kill(&id).await;
                 let _ = server.api().kill(&id).await;
-                ids.lock().unwrap().push(id);
+                killed.push(id);
             }
+            killed
         };
-        let (created, ()) = tokio::join!(create, kill);
+        let (created, killed) = tokio::join!(create, kill);
         match created {
             Ok(guest) => drop(server.api().kill(guest.id()).await),
             Err(error) => {
@@ -259,7 +261,7 @@ async fn killed_from_every_state() {
                 cut_short += 1;
             }
         }
-        for id in ids.lock().unwrap().drain(..) {
+        for id in killed {
             let error = server.api().get(&id).await.unwrap_err().to_string();
             assert!(error.contains("it was killed"), "{error}");
         }
