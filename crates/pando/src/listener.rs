@@ -143,8 +143,6 @@ async fn serve(
     // The time for a head is kept here, for both versions and from the first byte on, so hyper's own is off.
     builder.http1().timer(TokioTimer::new()).header_read_timeout(None);
     builder.http2().timer(TokioTimer::new()).keep_alive_interval(PING).keep_alive_timeout(PING);
-    // For WebSockets over HTTP/2.
-    builder.http2().enable_connect_protocol();
     let stream = Watched { stream, activity: activity.clone(), _place: place };
     let mut connection =
         pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), TowerToHyperService::new(service)));
@@ -513,6 +511,10 @@ mod tests {
             assert_eq!(answer.status(), 200);
             tokio::time::sleep(LIMITS.head / 3).await;
         }
+        // What the ingress would refuse is not offered: clients open their WebSockets over HTTP/1.1 instead.
+        let mut websocket = axum::http::Request::connect("http://a/upgrade").body(Body::empty()).unwrap();
+        websocket.extensions_mut().insert(hyper::ext::Protocol::from_static("websocket"));
+        assert!(sender.send_request(websocket).await.is_err());
         // An orderly end, not a reset.
         connection.await.unwrap().unwrap();
     }
