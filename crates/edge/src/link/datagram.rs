@@ -1,6 +1,6 @@
 //! UDP flows and pings of one guest, each with a connected socket of the host.
 //!
-//! Owns: the flows, their expiry and their cap. Does not own: decisions, DNS at the gateway.
+//! Owns: the flows and their expiry. Does not own: decisions, limits, DNS at the gateway.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, ipproto};
 use smoltcp::time::Instant;
 
+use super::budget::Slot;
 use super::frame::{self, Unreachable};
 use super::tcp::is_own_address;
 use super::wire::Outbox;
@@ -32,6 +33,7 @@ struct Flow {
     key: Key,
     socket: OwnedFd,
     active: Instant,
+    _slot: Slot,
 }
 
 /// The flows of one guest.
@@ -52,20 +54,23 @@ impl Flows {
         self.by_key.get(key).copied()
     }
 
-    /// Opens a flow. Over the cap, the one that was silent longest ends.
+    /// Ends the flow that was silent longest; false if there is none.
+    pub(super) fn end_oldest(&mut self) -> bool {
+        let oldest = self.flows.iter().min_by_key(|(_, flow)| flow.active).map(|(id, _)| *id);
+        oldest.into_iter().for_each(|id| self.remove(id));
+        oldest.is_some()
+    }
+
+    /// Opens a flow.
     pub(super) fn open(
         &mut self,
         key: Key,
-        cap: usize,
+        slot: Slot,
         epoll: &OwnedFd,
         token: impl Fn(u32) -> u64,
         floor: &Floor,
         now: Instant,
     ) -> Result<u32, Errno> {
-        if self.flows.len() >= cap {
-            let oldest = self.flows.iter().min_by_key(|(_, flow)| flow.active).map(|(id, _)| *id);
-            oldest.into_iter().for_each(|id| self.remove(id));
-        }
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let protocol = match key.protocol {
             Protocol::Ping => Some(ipproto::ICMP),
@@ -83,7 +88,7 @@ impl Flows {
         self.next = self.next.wrapping_add(1);
         epoll::add(epoll, &socket, EventData::new_u64(token(id)), EventFlags::IN)?;
         self.by_key.insert(key, id);
-        self.flows.insert(id, Flow { key, socket, active: now });
+        self.flows.insert(id, Flow { key, socket, active: now, _slot: slot });
         Ok(id)
     }
 

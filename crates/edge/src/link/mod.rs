@@ -14,6 +14,7 @@
 //!
 //! The data path takes no lock: commands alone go through a mailbox.
 
+mod budget;
 mod datagram;
 pub mod frame;
 mod sandbox;
@@ -36,6 +37,7 @@ use tokio::sync::oneshot;
 
 use crate::egress::resolver::Resolver;
 use crate::egress::{EgressPolicy, Floor};
+pub use budget::Budget;
 pub use stream::GuestStream;
 use worker::Command;
 pub(crate) use worker::{Command as WorkerCommand, Mailbox};
@@ -80,6 +82,8 @@ pub struct LinkConfig {
     pub floor_refresh: Duration,
     /// Limits of one sandbox.
     pub limits: Limits,
+    /// Sockets on the host for what guests open themselves, all sandboxes together.
+    pub budget: Budget,
     /// How long a connection may take to be established, in either direction.
     pub connect_timeout: Duration,
     /// How long a connection that one side has closed may stay silent.
@@ -98,6 +102,7 @@ impl Default for LinkConfig {
             floor: Floor::default(),
             floor_refresh: Duration::from_secs(10),
             limits: Limits::default(),
+            budget: Budget::new(16_384),
             connect_timeout: Duration::from_secs(10),
             half_closed_timeout: Duration::from_secs(900),
             closing_timeout: Duration::from_secs(60),

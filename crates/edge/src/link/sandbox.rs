@@ -17,6 +17,7 @@ use smoltcp::iface::{Config, Interface};
 use smoltcp::time::Instant;
 use smoltcp::wire::{HardwareAddress, IpCidr};
 
+use super::budget::Slot;
 use super::datagram::{self, Flows};
 use super::frame::{self, Bad};
 use super::tcp::{self, Connection, Fate, Key, Net, Reply, Serve};
@@ -379,10 +380,16 @@ impl Sandbox {
             self.net.reject(turn.now, syn);
             return;
         }
+        let Some(slot) = turn.config.budget.take(self.connections.len() + self.flows.len()) else {
+            self.stats.limited += 1;
+            self.net.reject(turn.now, syn);
+            return;
+        };
         let token = Token::Connection(self.key, id).encode();
         let opened = Connection::connect(key, syn, token, turn.epoll, &turn.config.floor, turn.now);
         match opened {
-            Ok(connection) => {
+            Ok(mut connection) => {
+                connection.slot = Some(slot);
                 self.connecting += 1;
                 self.insert(id, connection);
             }
@@ -470,12 +477,14 @@ impl Sandbox {
                     datagram::refuse(packet, *key.peer.ip(), &mut self.net.out);
                     return;
                 }
-                let cap = turn.config.limits.datagram_flows;
                 let sandbox = self.key;
                 let token = |id| Token::Flow(sandbox, id).encode();
-                match self.flows.open(key, cap, turn.epoll, token, &turn.config.floor, turn.now) {
-                    Ok(id) => id,
-                    Err(_) => {
+                let opened = self.flow_slot(turn.config).and_then(|slot| {
+                    self.flows.open(key, slot, turn.epoll, token, &turn.config.floor, turn.now).ok()
+                });
+                match opened {
+                    Some(id) => id,
+                    None => {
                         // A ping without a socket for it is lost in silence, anything else is refused.
                         if key.protocol == Protocol::Udp {
                             datagram::refuse(packet, *key.peer.ip(), &mut self.net.out);
@@ -486,6 +495,19 @@ impl Sandbox {
             }
         };
         self.flows.send(id, payload, packet, &mut self.net.out, turn.now);
+    }
+
+    /// A place for one more flow. A new one is worth more than the one that was silent longest.
+    fn flow_slot(&mut self, config: &LinkConfig) -> Option<Slot> {
+        if self.flows.len() >= config.limits.datagram_flows {
+            self.flows.end_oldest();
+        }
+        let slot = config.budget.take(self.connections.len() + self.flows.len());
+        let slot = slot.or_else(|| {
+            self.flows.end_oldest().then(|| config.budget.take(self.connections.len() + self.flows.len()))?
+        });
+        self.stats.limited += u64::from(slot.is_none());
+        slot
     }
 
     fn decide(&mut self, protocol: Protocol, peer: SocketAddrV4, turn: &Turn<'_>) -> Decision {

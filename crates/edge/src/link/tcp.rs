@@ -28,6 +28,7 @@ use smoltcp::socket::tcp::{Socket, SocketBuffer, State};
 use smoltcp::time::Instant;
 use tokio::sync::oneshot;
 
+use super::budget::Slot;
 use super::wire::{Outbox, Wire};
 use super::{Accepted, DialError, LinkConfig};
 use crate::egress::Floor;
@@ -189,6 +190,8 @@ pub(super) struct Connection {
     pub(super) timer: Option<Instant>,
     /// It is in the list of those to be served.
     pub(super) dirty: bool,
+    /// Its host socket's place among those of all guests, when the guest opened it.
+    pub(super) slot: Option<Slot>,
     stage: Stage,
     set: SocketSet<'static>,
     socket: Option<SocketHandle>,
@@ -266,6 +269,7 @@ impl Connection {
             rings: 0,
             timer: None,
             dirty: false,
+            slot: None,
             stage,
             set: SocketSet::new(Vec::with_capacity(1)),
             socket: None,

@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::{Duration, Instant};
 
 use edge::egress::EgressPolicy;
-use edge::link::{Limits, LinkConfig, Links, frame};
+use edge::link::{Budget, Limits, LinkConfig, Links, frame};
 use proto::guest;
 use smoltcp::socket::tcp::State;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -98,6 +98,34 @@ fn connections_are_capped_and_the_rest_refused() {
     let open = handles.iter().filter(|handle| guest.state(**handle) == State::Established).count();
     assert_eq!(open, 10);
     assert_eq!(link.stats().limited, 20);
+}
+
+/// Sockets are the host's: one guest that takes all it can get leaves some to the others.
+#[test]
+fn guests_share_the_hosts_sockets() {
+    let links = Links::start(LinkConfig { budget: Budget::new(20), ..config() }).unwrap();
+    let (greedy_link, mut greedy) = attach_to(&links, EgressPolicy::OPEN);
+    let (_link, mut modest) = attach_to(&links, EgressPolicy::OPEN);
+    let to = echo_server();
+    let handles: Vec<_> = (0..60).map(|_| greedy.connect_with(to, 4096)).collect();
+    greedy.wait(|guest| handles.iter().all(|handle| guest.state(*handle) != State::SynSent));
+    let open = handles.iter().filter(|handle| greedy.state(**handle) == State::Established).count();
+    assert_eq!((open, greedy_link.stats().limited), (10, 50));
+    assert!(modest.open(to).is_some());
+    // Nor do datagrams get around it.
+    let nobody = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 9);
+    for port in 1000..1100 {
+        let packet = frame::build_udp(SocketAddrV4::new(guest::ADDRESS, port), nobody, b"x").unwrap();
+        greedy.send_packet(&packet);
+    }
+    greedy.wait(|_| greedy_link.stats().limited >= 150);
+    assert!(modest.open(to).is_some());
+    // What they have is given back.
+    for handle in handles {
+        greedy.tcp(handle).abort();
+    }
+    greedy.wait(|_| greedy_link.stats().connections == 0);
+    assert!(greedy.open(to).is_some());
 }
 
 /// A port that lets a few connections in and answers nobody after that.

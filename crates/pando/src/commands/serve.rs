@@ -13,7 +13,7 @@ use control::db::Db;
 use control::keys::{self, Seed};
 use control::{Control, ControlConfig};
 use edge::ingress::Ingress;
-use edge::link::{LinkConfig, Links};
+use edge::link::{Budget, LinkConfig, Links};
 use node::machine::probe;
 use node::uids::Uids;
 use node::{Node, NodeConfig};
@@ -43,6 +43,9 @@ const OWN_DESCRIPTORS: u64 = 512;
 /// Bounds of what is derived when the configuration names no number.
 const FEWEST_CONNECTIONS: u64 = 64;
 const MOST_CONNECTIONS: u64 = 10_000;
+/// The same of the sockets that guests may have open.
+const FEWEST_GUEST_SOCKETS: u64 = 256;
+const MOST_GUEST_SOCKETS: u64 = 1 << 20;
 
 /// Serves the API and the sandboxes of this machine.
 #[derive(Debug, clap::Args)]
@@ -81,7 +84,9 @@ impl Serve {
         require_root("serve")?;
         let config = self.config(&Config::load(self.config.as_deref())?)?;
         start_log(config.log_json);
-        let limits = listener_limits(&config.limits, raise_descriptor_limit())?;
+        let descriptors = raise_descriptor_limit();
+        let limits = listener_limits(&config.limits, descriptors)?;
+        let budget = Budget::new(guest_sockets(&config.limits, descriptors, limits.connections));
         // Before anything is made or changed: a second server on the address must not sweep anything away, and one that
         // cannot serve leaves nothing behind.
         let listener = TcpListener::bind(config.listen).await.with_context(|| {
@@ -97,7 +102,7 @@ impl Serve {
         if swept != node::sweep::Swept::default() {
             tracing::warn!(?swept, "removed what an earlier server left");
         }
-        let node = self.start_node(&data, &config).await?;
+        let node = self.start_node(&data, &config, budget).await?;
         let node_api = serve_node(&data, node.clone())?;
         let control = start_control(&data, &config, address, &node).await?;
         let follow = tokio::spawn(control::follow::follow(control.clone()));
@@ -138,7 +143,7 @@ impl Serve {
         Ok(config)
     }
 
-    async fn start_node(&self, data: &DataDir, config: &Config) -> Result<Node> {
+    async fn start_node(&self, data: &DataDir, config: &Config, budget: Budget) -> Result<Node> {
         let (qemu, finding) = probe::choose(data).await?;
         tracing::info!(accelerator = ?qemu.accelerator(), reason = finding.reason, "machine: QEMU");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
@@ -147,7 +152,7 @@ impl Serve {
         } else {
             config.dns.clone()
         };
-        let links = Links::start(LinkConfig { upstream_dns: dns, ..LinkConfig::default() })?;
+        let links = Links::start(LinkConfig { upstream_dns: dns, budget, ..LinkConfig::default() })?;
         let limits = &config.limits;
         let uids = Uids::reserve(limits.uid_base, u32::try_from(limits.max_sandboxes)?)?;
         tracing::info!(first = uids.first(), count = limits.max_sandboxes, "user IDs of machines");
@@ -214,11 +219,23 @@ fn raise_descriptor_limit() -> u64 {
     }
 }
 
+/// Descriptors beyond those that are kept for the sandboxes and the server itself.
+fn free_descriptors(limits: &Limits, descriptors: u64) -> u64 {
+    let sandboxes = (limits.max_sandboxes as u64).saturating_mul(SANDBOX_DESCRIPTORS);
+    descriptors.saturating_sub(OWN_DESCRIPTORS.saturating_add(sandboxes))
+}
+
+/// How many sockets guests may have open on the host: what the listener's connections leave.
+fn guest_sockets(limits: &Limits, descriptors: u64, connections: usize) -> usize {
+    let taken = (connections as u64).saturating_mul(CONNECTION_DESCRIPTORS);
+    let left = free_descriptors(limits, descriptors).saturating_sub(taken);
+    usize::try_from(left.clamp(FEWEST_GUEST_SOCKETS, MOST_GUEST_SOCKETS)).unwrap_or(usize::MAX)
+}
+
 /// How many connections the listener may have open, so that sandboxes always find descriptors left.
 fn listener_limits(limits: &Limits, descriptors: u64) -> Result<listener::Limits> {
     let sandboxes = limits.max_sandboxes as u64;
-    let kept = OWN_DESCRIPTORS.saturating_add(sandboxes.saturating_mul(SANDBOX_DESCRIPTORS));
-    let room = descriptors.saturating_sub(kept) / CONNECTION_DESCRIPTORS;
+    let room = free_descriptors(limits, descriptors) / CONNECTION_DESCRIPTORS;
     let wanted = limits.connections as u64;
     if wanted > room {
         bail!(
@@ -234,7 +251,7 @@ fn listener_limits(limits: &Limits, descriptors: u64) -> Result<listener::Limits
             "this process may open too few files for limits.max_sandboxes sandboxes: raise the hard limit of open files"
         );
     }
-    let derived = room.clamp(FEWEST_CONNECTIONS, MOST_CONNECTIONS);
+    let derived = (room / 2).clamp(FEWEST_CONNECTIONS, MOST_CONNECTIONS);
     let connections = usize::try_from(if wanted == 0 { derived } else { wanted })?;
     tracing::debug!(connections, descriptors, "public listener");
     Ok(listener::Limits { connections, head: HEAD_LIMIT, idle: IDLE_LIMIT })
@@ -305,6 +322,9 @@ mod tests {
         };
         assert!(derived(1000, 20_000) * CONNECTION_DESCRIPTORS + 1000 * SANDBOX_DESCRIPTORS < 20_000);
         assert_eq!(derived(10, u64::MAX), MOST_CONNECTIONS);
+        let guests = guest_sockets(&limits(0, 1000), 20_000, derived(1000, 20_000) as usize) as u64;
+        let all = guests + derived(1000, 20_000) * CONNECTION_DESCRIPTORS + 1000 * SANDBOX_DESCRIPTORS;
+        assert!(guests > 5000 && all + OWN_DESCRIPTORS <= 20_000, "{guests} {all}");
         assert_eq!(derived(1000, 1024), FEWEST_CONNECTIONS);
         assert_eq!(listener_limits(&limits(7, 1000), 20_000).unwrap().connections, 7);
         let error = listener_limits(&limits(10_000, 1000), 20_000).unwrap_err().to_string();
