@@ -8,14 +8,15 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 
 /// Crate, and the crates of this workspace that it may use.
-const ALLOWED: [(&str, &[&str]); 11] = [
+const ALLOWED: [(&str, &[&str]); 12] = [
     ("proto", &[]),
     ("client", &["proto"]),
-    ("store", &["proto"]),
-    ("vmm", &["proto"]),
+    ("disk", &[]),
+    ("store", &["proto", "disk"]),
+    ("vmm", &["proto", "disk"]),
     ("guest", &["proto"]),
     ("edge", &["proto"]),
-    ("node", &["proto", "store", "edge"]),
+    ("node", &["proto", "disk", "store", "edge"]),
     ("control", &["proto", "client", "edge"]),
     ("pando", &["proto", "client", "store", "edge", "node", "control"]),
     ("systest", &["proto", "client"]),
