@@ -8,6 +8,7 @@
 //! * [`node`]: what control and node say to each other.
 //! * [`guest`]: what node and the agent in the guest agree on: addresses, ports, the `/init` body.
 //! * [`manifest`]: the file that makes a directory a template.
+//! * [`vmm`]: what the node and a machine's process say to each other.
 //! * [`rpc`]: envd's Connect RPC messages (feature `rpc`).
 
 pub mod api;
@@ -19,6 +20,7 @@ pub mod node;
 #[cfg(feature = "rpc")]
 pub mod rpc;
 pub mod secret;
+pub mod vmm;
 
 pub use chain::chain;
 pub use id::{BuildId, IdError, RequestId, SandboxId, TeamId, TemplateId};
