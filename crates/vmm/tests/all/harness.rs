@@ -21,7 +21,7 @@ use rustix::net::{
 };
 
 /// Nothing here takes this long unless it hangs.
-pub const LIMIT: Duration = Duration::from_secs(30);
+pub const LIMIT: Duration = Duration::from_secs(120);
 
 /// Where a guest is linked to.
 const ORIGIN: u64 = 0x10_0000;
@@ -287,7 +287,7 @@ impl Drop for Vmm {
 fn spawn(arguments: &[&str], listener: &OwnedFd, kvm: &std::fs::File) -> Child {
     use std::os::unix::process::CommandExt as _;
     let (listener, kvm) = (listener.as_raw_fd(), kvm.as_raw_fd());
-    let mut command = Command::new(env!("CARGO_BIN_EXE_vmm"));
+    let mut command = Command::new(std::env::var_os("PANDO_VMM").unwrap_or(env!("CARGO_BIN_EXE_vmm").into()));
     command
         .args(["--control", &listener.to_string(), "--kvm", &kvm.to_string()])
         .args(arguments)
@@ -339,6 +339,15 @@ impl Console {
     pub fn number(&mut self) -> u64 {
         let line = self.line();
         line.parse().unwrap_or_else(|_| panic!("no number: {line:?}"))
+    }
+
+    /// All whole lines until the machine closes the console.
+    pub fn rest(&mut self) -> Vec<String> {
+        let mut bytes = Vec::new();
+        let _ = self.socket.read_to_end(&mut bytes);
+        self.text.push_str(&String::from_utf8_lossy(&bytes));
+        let whole = self.text.rfind('\n').map_or(0, |end| end + 1);
+        std::mem::take(&mut self.text)[..whole].lines().map(str::to_owned).collect()
     }
 
     /// Reads up to a line that contains `text`.
