@@ -12,8 +12,16 @@ use std::process::Command;
 use crate::{Error, command};
 
 /// What the guest needs before it has a root disk; dependencies are added by `modules.dep`.
-pub const MODULES: [&str; 7] =
-    ["virtio", "virtio_ring", "virtio_mmio", "virtio_blk", "virtio_net", "virtio_rng", "overlay"];
+pub const MODULES: [&str; 8] = [
+    "virtio",
+    "virtio_ring",
+    "virtio_mmio",
+    "virtio_blk",
+    "virtio_net",
+    "virtio_rng",
+    "virtio_balloon",
+    "overlay",
+];
 
 const LZ4_LEGACY_MAGIC: [u8; 4] = [0x02, 0x21, 0x4c, 0x18];
 const LZ4_LEGACY_BLOCK: usize = 8 << 20;
@@ -146,15 +154,15 @@ pub fn collect_modules(package: &Path, target: &Path) -> Result<(), Error> {
 }
 
 /// From `modules.dep` (`path: dependency dependency…`, the nearest dependency first) the paths to load, in order. A
-/// wanted module that is not listed is built in.
+/// wanted module that is not listed is built in. A module's name has underscores, its file may have hyphens instead.
 fn load_order(modules_dep: &str, wanted: &[&str]) -> Vec<String> {
     let mut order = Vec::new();
     let mut seen = BTreeSet::new();
     for module in wanted {
-        let file = format!("/{module}.ko");
+        let file = format!("/{module}.ko").replace('-', "_");
         for line in modules_dep.lines() {
             let Some((path, needs)) = line.split_once(':') else { continue };
-            if path.ends_with(&file) {
+            if path.replace('-', "_").ends_with(&file) {
                 for path in needs.split_whitespace().rev().chain([path]) {
                     if seen.insert(path.to_owned()) {
                         order.push(path.to_owned());
@@ -174,7 +182,8 @@ mod tests {
     fn modules_load_after_what_they_need() {
         let dep = "kernel/net/failover.ko:\nkernel/d/net_failover.ko: kernel/net/failover.ko\n\
                    kernel/d/virtio_net.ko: kernel/d/net_failover.ko kernel/net/failover.ko kernel/v/virtio.ko\n\
-                   kernel/v/virtio.ko:\n";
+                   kernel/v/virtio.ko:\nkernel/c/virtio-rng.ko: kernel/v/virtio.ko\n";
+        assert_eq!(load_order(dep, &["virtio_rng"]), ["kernel/v/virtio.ko", "kernel/c/virtio-rng.ko"]);
         assert_eq!(
             load_order(dep, &["virtio", "virtio_net", "built_in"]),
             [
