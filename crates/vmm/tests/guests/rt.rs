@@ -210,3 +210,24 @@ pub fn block_request(ring: &mut Ring, kind: u32, sector: u32, data: u32, length:
     ring.wait();
     read8(STATUS)
 }
+
+/// The number after `name=` on the command line.
+pub fn argument(name: &str) -> Option<u32> {
+    const COMMAND_LINE: u32 = 0x20000;
+    let name = name.as_bytes();
+    let mut at = COMMAND_LINE;
+    while read8(at) != 0 {
+        let found = (0..name.len() as u32).all(|offset| read8(at + offset) == name[offset as usize]);
+        if found && read8(at + name.len() as u32) == b'=' {
+            at += name.len() as u32 + 1;
+            let mut number = 0;
+            while let digit @ b'0'..=b'9' = read8(at) {
+                number = number * 10 + u32::from(digit - b'0');
+                at += 1;
+            }
+            return Some(number);
+        }
+        at += 1;
+    }
+    None
+}

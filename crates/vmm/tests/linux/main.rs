@@ -20,7 +20,9 @@ use proto::vmm::{BootSpec, CardSpec, DevicesSpec, DiskSpec, Ending, Rate, Reques
 const DISK: u64 = 64 << 20;
 
 fn path(variable: &str) -> PathBuf {
-    PathBuf::from(std::env::var_os(variable).unwrap_or_else(|| panic!("{variable} is not set; see docs/lab.md")))
+    PathBuf::from(
+        std::env::var_os(variable).unwrap_or_else(|| panic!("{variable} is not set; see docs/lab.md")),
+    )
 }
 
 /// An initramfs (newc) of init.rs and the guest's modules.
@@ -75,7 +77,13 @@ fn echo() -> UnixStream {
 }
 
 fn card(fds: &mut Fds) -> CardSpec {
-    CardSpec { link: fds.add(echo()), mac: [2, 0, 0, 0, 0, 9], mtu: 65520, offloads: false, rate: Rate::default() }
+    CardSpec {
+        link: fds.add(echo()),
+        mac: [2, 0, 0, 0, 0, 9],
+        mtu: 65520,
+        offloads: false,
+        rate: Rate::default(),
+    }
 }
 
 fn blank() -> File {

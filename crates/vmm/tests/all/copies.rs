@@ -1,0 +1,138 @@
+//! Live fork.
+
+use std::fs::File;
+
+use proto::vmm::{Answer, Request};
+
+use crate::harness::{Control, Fds, Vmm, fork};
+
+#[test]
+fn copies_go_on_from_the_same_number_and_then_apart() {
+    let (mut vmm, mut console) = Vmm::boot("count", 64);
+    assert_eq!(console.number(), 1000);
+    let (mut copies, _) = fork(&mut vmm, 5, &[], &mut Fds::default(), |_, _| ());
+    let mut firsts = Vec::new();
+    for copy in &mut copies {
+        let first = copy.console.number();
+        assert!(first >= 2000, "{first}");
+        assert_eq!(copy.console.number(), first + 1000);
+        firsts.push(first);
+    }
+    firsts.dedup();
+    assert_eq!(firsts.len(), 1, "{firsts:?}");
+    let own = console.number();
+    assert_eq!(console.number(), own + 1000);
+}
+
+#[test]
+fn copies_of_copies_and_their_ends() {
+    let (mut vmm, mut console) = Vmm::boot("count", 64);
+    console.number();
+    let (mut copies, _) = fork(&mut vmm, 1, &[], &mut Fds::default(), |_, _| ());
+    let first = copies[0].console.number();
+    // The parent's death is nothing to its copy.
+    drop(vmm);
+    assert_eq!(copies[0].console.number(), first + 1000);
+    copies[0].client.done(&Request::Stop, &[]);
+    let pid = copies[0].pid;
+    let limit = std::time::Instant::now() + crate::harness::LIMIT;
+    while std::path::Path::new(&format!("/proc/{pid}")).exists() {
+        assert!(std::time::Instant::now() < limit, "the copy is still there");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+fn delta() -> File {
+    let file = tempfile::tempfile().unwrap();
+    disk::create_delta(&file, 1 << 20).unwrap();
+    file
+}
+
+/// A request is on its way at almost any moment: the guest does nothing else.
+#[test]
+fn a_busy_disk_is_copied_whole() {
+    let image = tempfile::tempfile().unwrap();
+    image.set_len(1 << 20).unwrap();
+    let (mut vmm, mut console) = Vmm::boot_with(&crate::harness::guest("writer"), 64, 1, |spec, fds| {
+        spec.devices.disks.push(proto::vmm::DiskSpec {
+            base: fds.add(image),
+            base_written: false,
+            frozen: Vec::new(),
+            delta: Some(fds.add(delta())),
+            durable: false,
+            rate: proto::vmm::Rate::default(),
+        });
+    });
+    let pair = |line: String| {
+        let (number, read) = line.split_once(' ').unwrap();
+        (number.parse::<u64>().unwrap(), read.parse::<u64>().unwrap())
+    };
+    for _ in 0..5 {
+        let (before, _) = pair(console.line());
+        let mut fds = Fds::default();
+        let own = fds.add(delta());
+        let (mut copies, _) =
+            fork(&mut vmm, 2, &[own], &mut fds, |child, fds| child.deltas.push(fds.add(delta())));
+        // A copy begins within the line that the guest was saying.
+        copies.iter_mut().for_each(|copy| drop(copy.console.line()));
+        for console in copies.iter_mut().map(|copy| &mut copy.console).chain([&mut console]) {
+            let mut last = None;
+            for _ in 0..5 {
+                let (number, read) = pair(console.line());
+                assert_eq!(number, read, "what was written is read");
+                assert!(number > before && last.is_none_or(|last| number == last + 1));
+                last = Some(number);
+            }
+        }
+    }
+    assert_eq!(vmm.client.stats().refused_chains, 0);
+}
+
+#[test]
+fn a_fork_that_does_not_fit_is_refused_and_the_machine_runs_on() {
+    let (mut vmm, mut console) = Vmm::boot("count", 64);
+    console.number();
+    let mut fds = Fds::default();
+    let control = Control::new(vmm.dir.path(), "child");
+    let child = proto::vmm::ChildSpec {
+        control: fds.add(control.listener.try_clone().unwrap()),
+        deltas: Vec::new(),
+        link: None,
+        console: None,
+        uid: None,
+        run: false,
+    };
+    let wrong: [&dyn Fn(&mut proto::vmm::ChildSpec); 4] = [
+        &|child| child.uid = Some(1000),
+        &|child| child.deltas.push(proto::vmm::Fd(0)),
+        &|child| child.link = Some(proto::vmm::Fd(9)),
+        &|child| child.control = proto::vmm::Fd(250),
+    ];
+    for change in wrong {
+        let mut child = child.clone();
+        change(&mut child);
+        let request = Request::Fork { children: vec![child], deltas: Vec::new() };
+        assert!(matches!(vmm.client.ask(&request, &fds.borrow()), Answer::Failed { .. }));
+    }
+    let before = console.number();
+    assert_eq!(console.number(), before + 1000);
+    assert_eq!(vmm.client.stats().refused_chains, 0);
+}
+
+/// Whatever the machine is doing when it is killed, nothing of it stays, and its copies do not notice.
+#[test]
+fn kill_at_any_moment() {
+    for delay in [0u64, 1, 3, 7, 15] {
+        let (mut vmm, mut console) = Vmm::boot("count", 64);
+        console.number();
+        let (mut copies, _) = fork(&mut vmm, 2, &[], &mut Fds::default(), |_, _| ());
+        std::thread::sleep(std::time::Duration::from_millis(delay));
+        vmm.process.kill().unwrap();
+        vmm.process.wait().unwrap();
+        assert_eq!(vmm.client.receive(), None, "the socket is closed");
+        for copy in &mut copies {
+            let first = copy.console.number();
+            assert_eq!(copy.console.number(), first + 1000);
+        }
+    }
+}
