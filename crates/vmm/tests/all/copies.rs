@@ -13,7 +13,7 @@ fn copies_go_on_from_the_same_number_and_then_apart() {
     let (mut copies, _) = fork(&mut vmm, 5, &[], &mut Fds::default(), |_, _| ());
     let mut firsts = Vec::new();
     for copy in &mut copies {
-        let first = copy.console.number();
+        let first = copy.console.fresh_number();
         assert!(first >= 2000, "{first}");
         assert_eq!(copy.console.number(), first + 1000);
         firsts.push(first);
@@ -29,7 +29,7 @@ fn copies_of_copies_and_their_ends() {
     let (mut vmm, mut console) = Vmm::boot("count", 64);
     console.number();
     let (mut copies, _) = fork(&mut vmm, 1, &[], &mut Fds::default(), |_, _| ());
-    let first = copies[0].console.number();
+    let first = copies[0].console.fresh_number();
     // The parent's death is nothing to its copy.
     drop(vmm);
     assert_eq!(copies[0].console.number(), first + 1000);
@@ -131,8 +131,33 @@ fn kill_at_any_moment() {
         vmm.process.wait().unwrap();
         assert_eq!(vmm.client.receive(), None, "the socket is closed");
         for copy in &mut copies {
-            let first = copy.console.number();
+            let first = copy.console.fresh_number();
             assert_eq!(copy.console.number(), first + 1000);
         }
+    }
+}
+
+#[test]
+fn a_sleeping_guest_is_woken_in_each_copy_once() {
+    let (mut vmm, mut console) = Vmm::boot("idle", 64);
+    assert_eq!(console.line(), "asleep");
+    vmm.touch(64 << 20);
+    for _ in 0..3 {
+        let (mut copies, _) = fork(&mut vmm, 4, &[], &mut Fds::default(), |_, _| ());
+        for copy in &mut copies {
+            assert_eq!(copy.console.line(), "1 0x55555555", "the parent has slept all the time");
+        }
+    }
+}
+
+#[test]
+fn a_timer_goes_on_in_copies() {
+    let (mut vmm, mut console) = Vmm::boot("timer", 64);
+    assert_eq!(console.number(), 100);
+    let (mut copies, _) = fork(&mut vmm, 2, &[], &mut Fds::default(), |_, _| ());
+    for console in copies.iter_mut().map(|copy| &mut copy.console).chain([&mut console]) {
+        let first = console.number();
+        assert!(first >= 200);
+        assert_eq!(console.number(), first + 100);
     }
 }

@@ -288,6 +288,34 @@ impl Vmm {
         self.client.ask(&Request::Boot(spec), &fds.borrow())
     }
 
+    /// Writes all guest memory from 16 MiB on, as a guest of `bytes` would that has used all of it: from outside, so that
+    /// it takes no longer than it must, through the process's own page tables.
+    pub fn touch(&self, bytes: u64) {
+        use std::os::unix::fs::FileExt as _;
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.client.pid)).unwrap();
+        let regions = maps.lines().filter_map(|line| {
+            let (range, rest) = line.split_once(' ')?;
+            let (from, to) = range.split_once('-')?;
+            let range = u64::from_str_radix(from, 16).ok()?..u64::from_str_radix(to, 16).ok()?;
+            // Guest memory is the only mapping without swap to reserve that is as large.
+            (rest.starts_with("rw-p") && range.end - range.start >= bytes.min(64 << 20)).then_some(range)
+        });
+        let memory = std::fs::File::options().write(true).open(format!("/proc/{}/mem", self.client.pid)).unwrap();
+        let pattern = vec![0x55u8; 1 << 20];
+        let mut left = bytes - (16 << 20);
+        let mut skip = 16u64 << 20;
+        for region in regions {
+            let mut at = region.start + skip;
+            while at < region.end && left > 0 {
+                let count = (region.end - at).min(left).min(1 << 20);
+                memory.write_all_at(&pattern[..count as usize], at).unwrap();
+                (at, left) = (at + count, left - count);
+            }
+            skip = 0;
+        }
+        assert_eq!(left, 0, "not all memory was found");
+    }
+
     /// Its `/proc/<pid>/pagemap`.
     pub fn pagemap(&self) -> std::fs::File {
         std::fs::File::open(format!("/proc/{}/pagemap", self.client.pid)).unwrap()
@@ -356,6 +384,12 @@ impl Console {
     pub fn number(&mut self) -> u64 {
         let line = self.line();
         line.parse().unwrap_or_else(|_| panic!("no number: {line:?}"))
+    }
+
+    /// The next number of a copy, which begins within a line.
+    pub fn fresh_number(&mut self) -> u64 {
+        self.line();
+        self.number()
     }
 
     /// All whole lines until the machine closes the console.

@@ -1,0 +1,18 @@
+// Counts the ticks of its timer, and says each hundredth.
+#![no_std]
+#![no_main]
+#![allow(dead_code, unused_macros, unused_imports)]
+include!("rt.rs");
+
+fn main() {
+    take_interrupts(16);
+    // KVM's local APIC counts at 1 GHz: a millisecond.
+    start_timer(1_000_000);
+    loop {
+        halt();
+        let count = interrupts();
+        if count % 100 == 0 {
+            say!("{count}");
+        }
+    }
+}
