@@ -36,6 +36,10 @@ demo: setup ## start a server, run agent code through the official SDK, show the
 test: setup ## all tests: unit, and the real server with the official SDKs and real guests
 	@scripts/test
 
+.PHONY: lab
+lab: setup ## tests that need KVM, in a software machine that has it wherever this runs
+	@lab/check
+
 .PHONY: check
 check: deps ## what reviewers ask for: format, clippy, rules of the house, licences
 	cargo fmt --all --check
