@@ -139,9 +139,9 @@ fn kill_at_any_moment() {
 
 #[test]
 fn a_sleeping_guest_is_woken_in_each_copy_once() {
-    let (mut vmm, mut console) = Vmm::boot("idle", 64);
+    let (mut vmm, mut console) = Vmm::boot("idle", 128);
     assert_eq!(console.line(), "asleep");
-    vmm.touch(64 << 20);
+    vmm.touch(128 << 20);
     for _ in 0..3 {
         let (mut copies, _) = fork(&mut vmm, 4, &[], &mut Fds::default(), |_, _| ());
         for copy in &mut copies {

@@ -297,23 +297,26 @@ impl Vmm {
             let (range, rest) = line.split_once(' ')?;
             let (from, to) = range.split_once('-')?;
             let range = u64::from_str_radix(from, 16).ok()?..u64::from_str_radix(to, 16).ok()?;
-            // Guest memory is the only mapping without swap to reserve that is as large.
-            (rest.starts_with("rw-p") && range.end - range.start >= bytes.min(64 << 20)).then_some(range)
+            // Nothing else that can be written is as large.
+            (rest.starts_with("rw-p") && range.end - range.start >= bytes.min(128 << 20)).then_some(range)
         });
-        let memory = std::fs::File::options().write(true).open(format!("/proc/{}/mem", self.client.pid)).unwrap();
+        let memory =
+            std::fs::File::options().write(true).open(format!("/proc/{}/mem", self.client.pid)).unwrap();
         let pattern = vec![0x55u8; 1 << 20];
-        let mut left = bytes - (16 << 20);
-        let mut skip = 16u64 << 20;
+        let regions: Vec<std::ops::Range<u64>> = regions.collect();
+        // The kernel maps downwards: what was mapped first, the memory below 3 GiB, ends last. The guest is in there.
+        let end = regions.iter().map(|region| region.end).max().unwrap();
+        let guest = end - bytes.min(3 << 30)..end - bytes.min(3 << 30) + (16 << 20);
         for region in regions {
-            let mut at = region.start + skip;
-            while at < region.end && left > 0 {
-                let count = (region.end - at).min(left).min(1 << 20);
-                memory.write_all_at(&pattern[..count as usize], at).unwrap();
-                (at, left) = (at + count, left - count);
+            let mut at = region.start;
+            while at < region.end {
+                let count = (region.end - at).min(1 << 20);
+                if !(at < guest.end && at + count > guest.start) {
+                    memory.write_all_at(&pattern[..count as usize], at).unwrap();
+                }
+                at += count;
             }
-            skip = 0;
         }
-        assert_eq!(left, 0, "not all memory was found");
     }
 
     /// Its `/proc/<pid>/pagemap`.
