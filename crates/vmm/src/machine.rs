@@ -307,7 +307,10 @@ pub fn connect(vm: &VmFd, devices: &Devices) -> Result<(), Error> {
 }
 
 /// Virtio devices in the order in which a guest finds them: disks, card, entropy, balloon.
-fn make_devices(spec: &DevicesSpec, fds: &mut Descriptors) -> Result<Vec<Transport>, Error> {
+///
+/// # Errors
+/// When a descriptor did not come, or is not what it should be.
+pub fn make_devices(spec: &DevicesSpec, fds: &mut Descriptors) -> Result<Vec<Transport>, Error> {
     let mut backends = Vec::new();
     for (number, disk) in spec.disks.iter().enumerate() {
         backends.push(Backend::Block(make_disk(disk, number, fds)?));

@@ -53,17 +53,21 @@ impl State {
     /// When it is larger than a file may be.
     pub fn to_bytes(&self) -> Result<Vec<u8>, Error> {
         let body = postcard::to_stdvec(self).map_err(|error| Error::BadSnapshot(error.to_string()))?;
-        let length = u32::try_from(body.len())
-            .ok()
-            .filter(|length| u64::from(*length) <= LIMIT)
-            .ok_or_else(|| Error::BadSnapshot(format!("a state of {} bytes is too large", body.len())))?;
+        if body.len() as u64 > LIMIT {
+            return Err(Error::BadSnapshot(format!("a state of {} bytes is too large", body.len())));
+        }
+        Ok(Self::frame(&body))
+    }
+
+    /// Puts the header before a body.
+    pub fn frame(body: &[u8]) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(HEADER + body.len());
         bytes.extend_from_slice(&MAGIC);
-        for word in [VERSION, length, crc32fast::hash(&body)] {
+        for word in [VERSION, body.len() as u32, crc32fast::hash(body)] {
             bytes.extend_from_slice(&word.to_le_bytes());
         }
-        bytes.extend_from_slice(&body);
-        Ok(bytes)
+        bytes.extend_from_slice(body);
+        bytes
     }
 
     /// Reads a file's bytes.
@@ -124,11 +128,9 @@ mod tests {
     #[test]
     fn damage_is_noticed() {
         let file = |version: u32, body: &[u8]| {
-            let mut bytes = MAGIC.to_vec();
-            for word in [version, body.len() as u32, crc32fast::hash(body)] {
-                bytes.extend_from_slice(&word.to_le_bytes());
-            }
-            [bytes.as_slice(), body].concat()
+            let mut bytes = State::frame(body);
+            bytes[8..12].copy_from_slice(&version.to_le_bytes());
+            bytes
         };
         for bytes in [
             Vec::new(),

@@ -52,6 +52,13 @@ fn initramfs() -> File {
     file
 }
 
+/// Not a test: leaves the counting guest's initramfs where PANDO_INITRAMFS says, for lab/beside-qemu.
+#[test]
+#[ignore = "writes a file for another program"]
+fn write_initramfs() {
+    std::io::copy(&mut initramfs(), &mut File::create(path("PANDO_INITRAMFS")).unwrap()).unwrap();
+}
+
 fn delta(bytes: u64) -> File {
     let file = tempfile::tempfile().unwrap();
     disk::create_delta(&file, bytes).unwrap();
