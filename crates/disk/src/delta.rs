@@ -46,7 +46,7 @@ fn header(disk: u64) -> [u8; HEADER] {
 /// # Errors
 /// When the size is none that a disk has, or the file cannot be written.
 pub fn create(file: &File, bytes: u64) -> Result<(), DiskError> {
-    if bytes == 0 || bytes % BLOCK != 0 || bytes > MAX_BYTES {
+    if bytes == 0 || !bytes.is_multiple_of(BLOCK) || bytes > MAX_BYTES {
         return Err(DiskError::Unaligned(bytes));
     }
     file.set_len(data_offset(bytes) + bytes).map_err(DiskError::io("size a delta"))?;

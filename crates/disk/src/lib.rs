@@ -295,10 +295,10 @@ impl Disk {
     /// A request that begins or ends within a block which the top has not: the rest of that block comes from below.
     fn copy_up_ends(&mut self, offset: u64, end: u64) -> Result<(), DiskError> {
         let (first, last) = (offset / BLOCK, end / BLOCK);
-        if offset % BLOCK != 0 || (last == first && end % BLOCK != 0) {
+        if !offset.is_multiple_of(BLOCK) || (last == first && !end.is_multiple_of(BLOCK)) {
             self.copy_up(first)?;
         }
-        if end % BLOCK != 0 && last != first {
+        if !end.is_multiple_of(BLOCK) && last != first {
             self.copy_up(last)?;
         }
         Ok(())

@@ -3,7 +3,7 @@
 //!
 //! The guest sleeps; a copy or a restored machine is interrupted once, wakes, and says a word that is in its memory. The
 //! clock runs from the request to the first byte of that. Guest memory is touched from outside first (`Vmm::touch`).
-#![allow(unsafe_code, clippy::unwrap_used, clippy::print_stdout)]
+#![allow(unsafe_code, clippy::unwrap_used, clippy::print_stdout, unreachable_pub)]
 
 #[path = "../tests/all/harness.rs"]
 #[allow(dead_code, reason = "tests and benchmarks use parts of it")]

@@ -145,7 +145,7 @@ impl Memory {
     }
 
     fn map(bytes: u64, file: Option<&File>) -> Result<Self, Error> {
-        if bytes < MIN_BYTES || bytes % PAGE != 0 {
+        if bytes < MIN_BYTES || !bytes.is_multiple_of(PAGE) {
             return Err(Error::BadRequest(format!(
                 "guest memory of {bytes} bytes: at least 1 MiB, whole pages"
             )));
@@ -185,7 +185,7 @@ impl Memory {
 
     fn lay_over(&self, file: &File, extent: Extent, overlays: &mut usize) -> Result<(), Error> {
         let end = extent.offset.checked_add(extent.bytes).filter(|end| *end <= self.bytes);
-        if end.is_none() || extent.offset % PAGE != 0 || extent.bytes % PAGE != 0 {
+        if end.is_none() || !extent.offset.is_multiple_of(PAGE) || !extent.bytes.is_multiple_of(PAGE) {
             return Err(Error::BadSnapshot(format!("a range of memory at {} is not in it", extent.offset)));
         }
         for region in &self.regions {

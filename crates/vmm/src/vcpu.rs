@@ -150,7 +150,7 @@ impl Vcpu {
     pub fn read(&self) -> Result<Box<VcpuState>, Error> {
         self.ask(Wish::Read);
         let mut desk = self.wait(|desk| desk.state.is_some() || desk.gone)?;
-        desk.state.take().unwrap_or_else(|| Err(Error::Stuck(self.number, 0)))
+        desk.state.take().unwrap_or(Err(Error::Stuck(self.number, 0)))
     }
 
     fn wait(&self, done: impl Fn(&Desk) -> bool) -> Result<MutexGuard<'_, Desk>, Error> {
@@ -259,7 +259,7 @@ fn handle(exit: VcpuExit<'_>, shared: &Shared) -> Option<Ending> {
             _ => lock(&shared.devices).read(address, data),
         },
         VcpuExit::MmioWrite(address, data) => {
-            let word = <[u8; 4]>::try_from(&*data).map(u32::from_le_bytes);
+            let word = <[u8; 4]>::try_from(data).map(u32::from_le_bytes);
             if !word.is_ok_and(|word| shared.lines.acknowledge(address, word)) {
                 lock(&shared.devices).write(address, data, &shared.memory);
             }

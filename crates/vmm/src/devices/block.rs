@@ -170,7 +170,7 @@ impl Block {
             VIRTIO_BLK_T_OUT => {
                 self.writable()?;
                 let bytes = readable.bytes() as u64;
-                if bytes % SECTOR != 0 {
+                if !bytes.is_multiple_of(SECTOR) {
                     return Err(Failure::Io);
                 }
                 let write = |file: &File, at| write_all(file, readable, at);
@@ -203,7 +203,7 @@ impl Block {
 
     fn zero(&mut self, segments: &mut Pieces) -> Result<(), Failure> {
         let count = segments.bytes() / SEGMENT;
-        if segments.bytes() % SEGMENT != 0 || count == 0 || count > ZERO_SEGMENTS as usize {
+        if !segments.bytes().is_multiple_of(SEGMENT) || count == 0 || count > ZERO_SEGMENTS as usize {
             return Err(Failure::Io);
         }
         while let Some(pieces) = segments.take(SEGMENT) {

@@ -9,12 +9,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use proto::vmm::{
-    Answer, BootSpec, CardSpec, ChildSpec, DevicesSpec, DiskSpec, Ending, Fd, Phase, Rate, Request,
-    RestoreSpec, SaveSpec, StatsReport,
-};
+use proto::vmm::{Answer, BootSpec, ChildSpec, DevicesSpec, Ending, Fd, Phase, Request, StatsReport};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     SocketAddrUnix, SocketFlags, SocketType,

@@ -1,5 +1,5 @@
 //! Real `vmm` processes on /dev/kvm with tiny guests. `make lab` runs Linux on the same binary.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, clippy::unwrap_used, unreachable_pub)]
 
 #[allow(dead_code, reason = "each of the two test programs uses a part")]
 mod harness;

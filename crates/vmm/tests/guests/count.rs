@@ -1,9 +1,12 @@
-// Counts in memory, and says the number whenever it has counted 1000. What it says after a fork or a restore goes on
-// from what it had counted before.
+//! Counts in memory, and says the number whenever it has counted 1000. What it says after a fork or a restore goes on
+//! from what it had counted before.
 #![no_std]
 #![no_main]
-#![allow(dead_code, unused_macros, unused_imports)]
-include!("rt.rs");
+#![allow(dead_code, unused_imports, reason = "each guest uses a part of rt")]
+#[path = "rt.rs"]
+#[macro_use]
+mod rt;
+use rt::*;
 
 fn main() {
     let mut number = 0u32;

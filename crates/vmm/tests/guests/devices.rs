@@ -1,8 +1,11 @@
-// Uses every device and says what came of it.
+//! Uses every device and says what came of it.
 #![no_std]
 #![no_main]
-#![allow(dead_code, unused_macros, unused_imports)]
-include!("rt.rs");
+#![allow(dead_code, unused_imports, reason = "each guest uses a part of rt")]
+#[path = "rt.rs"]
+#[macro_use]
+mod rt;
+use rt::*;
 
 const DATA: u32 = 0x40000;
 

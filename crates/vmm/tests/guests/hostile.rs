@@ -1,9 +1,12 @@
-// Writes garbage to every register of every device, gives queues that lie everywhere, and then sees that the machine
-// still works.
+//! Writes garbage to every register of every device, gives queues that lie everywhere, and then sees that the machine
+//! still works.
 #![no_std]
 #![no_main]
-#![allow(dead_code, unused_macros, unused_imports)]
-include!("rt.rs");
+#![allow(dead_code, unused_imports, reason = "each guest uses a part of rt")]
+#[path = "rt.rs"]
+#[macro_use]
+mod rt;
+use rt::*;
 
 struct Random(u32);
 

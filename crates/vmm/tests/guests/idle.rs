@@ -1,9 +1,12 @@
-// Sleeps until its entropy device interrupts, then says how often it has woken and what is in memory at 16 MiB. A copy is
-// interrupted once when it begins.
+//! Sleeps until its entropy device interrupts, then says how often it has woken and what is in memory at 16 MiB. A copy is
+//! interrupted once when it begins.
 #![no_std]
 #![no_main]
-#![allow(dead_code, unused_macros, unused_imports)]
-include!("rt.rs");
+#![allow(dead_code, unused_imports, reason = "each guest uses a part of rt")]
+#[path = "rt.rs"]
+#[macro_use]
+mod rt;
+use rt::*;
 
 fn main() {
     let random = (0..8).find_map(|number| Virtio::find(number, 4)).expect("no entropy");

@@ -1,11 +1,19 @@
-// What every tiny guest has: an entry, a serial port, ports, memory, interrupts, virtio. Included by each guest's source.
-//
-// A guest is 32-bit code in flat memory at 1 MiB, entered as PVH says (protected mode, no paging). It is built for i586,
-// which has no SSE: some KVMs interpret the guest's kernel code and know few instructions.
+//! What every tiny guest has: an entry, a serial port, ports, memory, interrupts, virtio. Included by each guest's source.
+//!
+//! A guest is 32-bit code in flat memory at 1 MiB, entered as PVH says (protected mode, no paging). It is built for i586,
+//! which has no SSE: some KVMs interpret the guest's kernel code and know few instructions.
 
 use core::arch::{asm, global_asm};
 use core::fmt::{self, Write};
 use core::ptr::{read_volatile, write_volatile};
+
+/// A line on the console.
+macro_rules! say {
+    ($($arguments:tt)*) => {{
+        use core::fmt::Write as _;
+        let _ = writeln!($crate::rt::Serial, $($arguments)*);
+    }};
+}
 
 global_asm!(
     ".section .start, \"ax\"",
@@ -32,7 +40,7 @@ global_asm!(
 
 #[unsafe(no_mangle)]
 extern "C" fn guest_main(_start_info: u32) -> ! {
-    main();
+    crate::main();
     power_off()
 }
 
@@ -57,10 +65,6 @@ impl Write for Serial {
     }
 }
 
-#[macro_export]
-macro_rules! say {
-    ($($arguments:tt)*) => {{ let _ = writeln!(Serial, $($arguments)*); }};
-}
 
 pub fn out8(port: u16, value: u8) {
     unsafe { asm!("out dx, al", in("dx") port, in("al") value) }

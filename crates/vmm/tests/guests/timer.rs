@@ -1,8 +1,11 @@
-// Counts the ticks of its timer, and says each hundredth.
+//! Counts the ticks of its timer, and says each hundredth.
 #![no_std]
 #![no_main]
-#![allow(dead_code, unused_macros, unused_imports)]
-include!("rt.rs");
+#![allow(dead_code, unused_imports, reason = "each guest uses a part of rt")]
+#[path = "rt.rs"]
+#[macro_use]
+mod rt;
+use rt::*;
 
 fn main() {
     take_interrupts(16);

@@ -1,9 +1,12 @@
-// Keeps its disk busy: writes a number to a sector, reads it back, says it. And touches memory as it is told to:
-// `touch=N` MiB from 16 MiB on are written first.
+//! Keeps its disk busy: writes a number to a sector, reads it back, says it. And touches memory as it is told to:
+//! `touch=N` MiB from 16 MiB on are written first.
 #![no_std]
 #![no_main]
-#![allow(dead_code, unused_macros, unused_imports)]
-include!("rt.rs");
+#![allow(dead_code, unused_imports, reason = "each guest uses a part of rt")]
+#[path = "rt.rs"]
+#[macro_use]
+mod rt;
+use rt::*;
 
 fn main() {
     for page in 0..argument("touch").unwrap_or(0) * 256 {

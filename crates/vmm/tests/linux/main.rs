@@ -2,7 +2,7 @@
 //!
 //! In the environment: PANDO_GUEST, a directory with vmlinux, initramfs, base.raw and modules/ as `pando setup` makes it;
 //! PANDO_INIT, the program built from init.rs; PANDO_VMM, the vmm.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, clippy::unwrap_used, unreachable_pub)]
 
 #[path = "../all/harness.rs"]
 #[allow(dead_code, reason = "each of the two test programs uses a part")]
