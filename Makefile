@@ -15,9 +15,9 @@ deps: ## install what is missing (Debian packages, the guest's Rust target)
 	@scripts/install-deps
 
 .PHONY: build
-build: deps ## build the program and the guest agent
+build: deps ## build the program, the VMM and the guest agent
 	cargo build --locked --release --package guest --target $(GUEST_TARGET)
-	cargo build --locked --release --package pando
+	cargo build --locked --release --package pando --package vmm
 
 .PHONY: setup
 setup: build ## make the guest's kernel, disk and base template

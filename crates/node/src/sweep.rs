@@ -43,6 +43,10 @@ pub fn sweep(data: &DataDir) -> Result<Swept, NodeError> {
         std::fs::remove_dir_all(&path).map_err(|source| NodeError::Io { verb: "remove", path, source })?;
         swept.directories += 1;
     }
+    for path in data.zygotes()? {
+        std::fs::remove_dir_all(&path).map_err(|source| NodeError::Io { verb: "remove", path, source })?;
+        swept.directories += 1;
+    }
     data.empty_tmp()?;
     Ok(swept)
 }

@@ -1,11 +1,12 @@
 //! The one place of this crate with `unsafe`: handing descriptors to a child, limits set between fork and exec, locks on
-//! bytes of a file, and reading the processor's time stamp counter.
+//! bytes of a file, descriptors that the runtime watches, and reading the processor's time stamp counter.
 #![allow(unsafe_code)]
 
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
+use tokio::io::unix::AsyncFd;
 use tokio::process::Command;
 
 /// Makes `command` run as `uid` (user and group, no other groups), with `fds` open under the numbers they have here, no
@@ -40,6 +41,12 @@ pub(crate) fn confine(command: &mut Command, uid: u32, fds: &[&OwnedFd]) {
             Ok(())
         });
     }
+}
+
+/// Waits for a descriptor by way of the runtime.
+pub(crate) fn watch(fd: OwnedFd, interest: tokio::io::Interest) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an `OwnedFd` names the same open descriptor as long as it lives, which is as long as the `AsyncFd`.
+    unsafe { AsyncFd::register_with_interest(fd, interest) }.map_err(io::Error::from)
 }
 
 /// The host's time stamp counter now; None on a processor that has none.

@@ -6,10 +6,10 @@
 //! guest/initramfs          agent and modules
 //! guest/base.raw           Debian root disk before its first boot
 //! templates/<id>/          manifest.json disk.raw memory state
-//! sandboxes/<id>/          delta.qcow2 qmp.sock: what one sandbox has on this host, removed with it
+//! sandboxes/<id>/          delta, sockets: what one sandbox has on this host, removed with it
 //! control.sqlite           the control plane's database
 //! secrets/                 mode 0700: seed of tokens, first API key
-//! run/node.sock            the node's API
+//! run/node.sock            the node's API               run/zygote-<uid>/  a machine that a template is copied from
 //! tmp/                     half-made things; emptied at start
 //! ```
 
@@ -101,6 +101,22 @@ impl DataDir {
     /// The node's API socket.
     pub fn node_socket(&self) -> PathBuf {
         self.0.join("run/node.sock")
+    }
+    /// The directory in which the machines that templates are copied from have theirs.
+    pub fn run(&self) -> PathBuf {
+        self.0.join("run")
+    }
+    /// Directories of such machines: `run/zygote-…`.
+    pub fn zygotes(&self) -> Result<Vec<PathBuf>, Error> {
+        let run = self.run();
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(&run).map_err(Error::io("list", &run))? {
+            let entry = entry.map_err(Error::io("list", &run))?;
+            if entry.file_name().as_encoded_bytes().starts_with(b"zygote-") {
+                found.push(entry.path());
+            }
+        }
+        Ok(found)
     }
     /// Half-made things.
     pub fn tmp(&self) -> PathBuf {

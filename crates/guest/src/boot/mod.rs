@@ -76,6 +76,8 @@ pub(crate) fn boot() -> Result<(), BootError> {
     fs::create_dir_all("/sys").ok();
     step("mount /dev", mount("devtmpfs", "/dev", "devtmpfs", MountFlags::NOSUID, None::<&std::ffi::CStr>))?;
     console();
+    // The first sign that guest code runs here: the probe for KVM waits for it, without a disk.
+    say("pando-guest: begins");
     step("mount /proc", mount("proc", "/proc", "proc", nosuid_nodev_noexec(), None::<&std::ffi::CStr>))?;
     step("mount /sys", mount("sysfs", "/sys", "sysfs", nosuid_nodev_noexec(), None::<&std::ffi::CStr>))?;
     modules();

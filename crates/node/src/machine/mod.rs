@@ -11,6 +11,8 @@
 //!                        └── (exits by itself) ──► ended
 //! ```
 
+mod control;
+pub mod kvm;
 pub mod probe;
 pub mod qemu;
 mod qmp;
@@ -89,6 +91,10 @@ pub trait Driver: Send + Sync + 'static {
     fn boot<'a>(&'a self, spec: &'a BootSpec) -> BoxFuture<'a, Result<Started, MachineError>>;
     /// Copies a template; the guest runs when this returns.
     fn restore<'a>(&'a self, spec: &'a RestoreSpec) -> BoxFuture<'a, Result<Started, MachineError>>;
+    /// Ends what the driver keeps beside the machines it made. No machine is made after this.
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
 }
 
 /// One running machine. Dropping it kills the process.
@@ -118,6 +124,9 @@ pub enum MachineError {
         /// Why not.
         source: std::io::Error,
     },
+    /// The VMM's program is not there.
+    #[error("the program vmm is not beside pando; build it with `make build`, or use --machine qemu")]
+    NoVmm,
     /// It ended before it was ready.
     #[error("the machine ended while it started: {0}")]
     Died(String),
@@ -151,6 +160,9 @@ pub enum MachineError {
     /// A file of the template.
     #[error(transparent)]
     Store(#[from] store::Error),
+    /// The disk of a copy.
+    #[error("the disk's delta cannot be made")]
+    Disk(#[from] disk::DiskError),
     /// The template was made on another kind of machine.
     #[error(
         "the template was made on {template}, this node runs {here}; rebuild it with `pando setup --rebuild`"

@@ -232,7 +232,7 @@ fn layered_disk(layer: &OwnedFd, template: &OwnedFd) -> Vec<String> {
     [sets, [base_file, base, file, format].map(block_node).concat()].concat()
 }
 
-fn open(path: &Path, write: bool) -> Result<OwnedFd, MachineError> {
+pub(super) fn open(path: &Path, write: bool) -> Result<OwnedFd, MachineError> {
     let file = std::fs::OpenOptions::new().read(true).write(write).open(path);
     Ok(file.map(OwnedFd::from).map_err(store::Error::io("open", path))?)
 }
@@ -241,12 +241,12 @@ fn mac() -> String {
     MAC.map(|byte| format!("{byte:02x}")).join(":")
 }
 
-fn socket_pair() -> std::io::Result<(OwnedFd, OwnedFd)> {
+pub(super) fn socket_pair() -> std::io::Result<(OwnedFd, OwnedFd)> {
     let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
     Ok((ours.into(), theirs.into()))
 }
 
-fn to_tokio(fd: OwnedFd) -> std::io::Result<UnixStream> {
+pub(super) fn to_tokio(fd: OwnedFd) -> std::io::Result<UnixStream> {
     let socket = std::os::unix::net::UnixStream::from(fd);
     socket.set_nonblocking(true)?;
     UnixStream::from_std(socket)

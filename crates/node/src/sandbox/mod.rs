@@ -270,6 +270,7 @@ impl Node {
             sandboxes.values().cloned().collect()
         };
         futures::future::join_all(entries.iter().map(|entry| end(entry, EndReason::NodeStopped))).await;
+        self.0.driver.close().await;
         self.0.links.shutdown();
     }
 

@@ -183,15 +183,24 @@ async fn data(dir: &Path) -> Vec<Check> {
         }
         Err(error) => Check::not("templates", Verdict::Missing, error.to_string(), setup()),
     };
-    let machine = match node::machine::probe::choose(&data).await {
-        Ok((_, finding)) if finding.kvm => Check::good("kvm", finding.reason),
-        Ok((_, finding)) => Check::not(
+    let vmm = super::serve::vmm_binary().ok().flatten();
+    let finding = node::machine::probe::find(&data, vmm.as_deref()).await;
+    let machine = match (finding.kvm, &vmm) {
+        (true, Some(_)) => {
+            Check::good("kvm", format!("{}; machines are copies made by the VMM", finding.reason))
+        }
+        (true, None) => Check::not(
+            "kvm",
+            Verdict::Optional,
+            format!("{}, but the program vmm is not beside pando", finding.reason),
+            "QEMU is used; `make build` builds vmm, which makes sandboxes faster",
+        ),
+        (false, _) => Check::not(
             "kvm",
             Verdict::Slow,
             finding.reason,
             "sandboxes run by translation (TCG): complete and isolated, with slow CPUs; use a host whose KVM runs Linux",
         ),
-        Err(error) => Check::not("machine", Verdict::Missing, error.to_string(), "install QEMU"),
     };
     vec![templates, machine]
 }

@@ -70,13 +70,39 @@ pub(crate) struct Serve {
 
 /// Which driver makes machines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Machine {
+pub(crate) enum Machine {
     /// The best that really runs here
     Auto,
-    /// Pando's own VMM on KVM (not in this version)
+    /// Pando's own VMM on KVM, without trying first whether it runs
     Kvm,
     /// QEMU, with KVM where a probe machine ran under it, else by translation
     Qemu,
+}
+
+/// Machines that templates are copied from, one each; what is left of user IDs for them.
+const ZYGOTES: u32 = 64;
+
+/// Chooses the driver.
+pub(crate) async fn choose_driver(
+    machine: Machine,
+    data: &DataDir,
+    config: &Config,
+) -> Result<probe::Chosen> {
+    let wanted = match machine {
+        Machine::Auto => probe::Wanted::Auto,
+        Machine::Kvm => probe::Wanted::Kvm,
+        Machine::Qemu => probe::Wanted::Qemu,
+    };
+    let vmm = vmm_binary()?;
+    let uids = || Uids::reserve(config.limits.uid_base, ZYGOTES);
+    Ok(probe::choose(data, wanted, vmm.as_deref(), uids).await?)
+}
+
+/// The VMM's program, beside this one.
+pub(crate) fn vmm_binary() -> Result<Option<PathBuf>> {
+    let program = std::env::current_exe().context("cannot find this program's own file")?;
+    let beside = program.parent().unwrap_or(std::path::Path::new("/"));
+    Ok(["pando-vmm", "vmm"].map(|name| beside.join(name)).into_iter().find(|place| place.exists()))
 }
 
 impl Serve {
@@ -130,9 +156,6 @@ impl Serve {
             config.listen = listen;
         }
         config.allow_plaintext |= self.allow_plaintext;
-        if self.machine == Machine::Kvm {
-            bail!("this version has no VMM of its own yet; use --machine auto or qemu");
-        }
         if !config.listen.ip().is_loopback() && !config.allow_plaintext {
             bail!(
                 "{} is not a loopback address, and this version serves plain HTTP: keys could be read on the way. \
@@ -144,8 +167,8 @@ impl Serve {
     }
 
     async fn start_node(&self, data: &DataDir, config: &Config, budget: Budget) -> Result<Node> {
-        let (qemu, finding) = probe::choose(data).await?;
-        tracing::info!(accelerator = ?qemu.accelerator(), reason = finding.reason, "machine: QEMU");
+        let chosen = choose_driver(self.machine, data, config).await?;
+        tracing::info!(reason = chosen.reason, "machine");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let dns = if config.dns.is_empty() {
             name_servers(&std::fs::read_to_string("/etc/resolv.conf").unwrap_or_default())
@@ -158,7 +181,7 @@ impl Serve {
         tracing::info!(first = uids.first(), count = limits.max_sandboxes, "user IDs of machines");
         let node = Node::start(NodeConfig {
             data: data.clone(),
-            driver: Arc::new(qemu),
+            driver: chosen.driver,
             links,
             max_sandboxes: limits.max_sandboxes,
             min_free_mib: limits.min_free_mib,

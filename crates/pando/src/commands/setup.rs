@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
-use node::machine::probe;
-use node::machine::{Driver, qemu::Qemu};
+use node::machine::Driver;
 use proto::manifest::GuestDefaults;
 use store::layout::DataDir;
 use store::template::Template;
@@ -34,6 +33,9 @@ pub(crate) struct Setup {
     /// Kernel to use instead of Debian's: a vmlinux or an LZ4-compressed bzImage with virtio-mmio built in
     #[arg(long, value_name = "FILE")]
     kernel: Option<PathBuf>,
+    /// Machine driver that the template is for; `serve` must use the same
+    #[arg(long, value_enum, default_value_t = super::serve::Machine::Auto)]
+    machine: super::serve::Machine,
     /// Configuration file
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -58,10 +60,10 @@ impl Setup {
         let disk_mib = config.template.disk_mib;
         progress.step("Debian root disk (a minute or two)", || make_base_disk(&data, disk_mib))?;
         progress.start("choosing the machine");
-        let (qemu, finding) = probe::choose(&data).await?;
-        progress.done(&format!("machine: QEMU, {:?}: {}", qemu.accelerator(), finding.reason));
+        let chosen = super::serve::choose_driver(self.machine, &data, &config).await?;
+        progress.done(&format!("machine: {}", chosen.reason));
         progress.start("template base (boots a machine)");
-        let template = make_base_template(&data, &config, qemu).await?;
+        let template = make_base_template(&data, &config, chosen.driver).await?;
         let manifest = &template.manifest;
         progress.done(&format!(
             "template {BASE}: {} ({} MiB)",
@@ -165,8 +167,8 @@ fn make_base_disk(data: &DataDir, disk_mib: u64) -> Result<bool> {
 }
 
 /// The template, as it is if it still fits, made anew otherwise.
-async fn make_base_template(data: &DataDir, config: &Config, qemu: Qemu) -> Result<Template> {
-    let (name, version) = qemu.identity();
+async fn make_base_template(data: &DataDir, config: &Config, driver: Arc<dyn Driver>) -> Result<Template> {
+    let (name, version) = driver.identity();
     let wanted = &config.template;
     let (kernel, initramfs) = (store::sha256_file(&data.vmlinux())?, store::sha256_file(&data.initramfs())?);
     let fits = |template: &Template| {
@@ -203,8 +205,7 @@ async fn make_base_template(data: &DataDir, config: &Config, qemu: Qemu) -> Resu
                     env: BTreeMap::new(),
                 },
             };
-            let driver: Arc<dyn Driver> = Arc::new(qemu.clone());
-            node::template::build(data, driver, plan).await?
+            node::template::build(data, driver.clone(), plan).await?
         }
     };
     // The new one is there: what it replaces can go.

@@ -1,0 +1,414 @@
+//! The driver `kvm`: Pando's own VMM, one process each (docs/vmm.md).
+//!
+//! A template has a **zygote**: a `vmm` that was restored from it once and never runs. A create is a live fork of the
+//! zygote, so it costs neither a boot nor a restore, and copies share all memory that they do not write. The zygote is
+//! made when it is first wanted, and made anew when it has died; it and its copies have the user IDs that they are given,
+//! no privileges and no paths (the VMM's jail). Copies are no children of this process: they are watched through a pidfd
+//! and their control socket.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use proto::guest::MAC;
+use proto::vmm::{
+    Answer, BootSpec as VmmBoot, CardSpec, ChildSpec, DevicesSpec, DiskSpec, Fd, Rate, Request,
+    RestoreSpec as VmmRestore, SaveSpec,
+};
+use rustix::process::{Pid, PidfdFlags, Signal};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::process::{Child, Command};
+use tokio::sync::Mutex;
+
+use super::control::{Control, Descriptors, listen};
+use super::qemu::{MARK, open, socket_pair, to_tokio};
+use super::{BootSpec, Driver, Exit, Machine, MachineError, RestoreSpec, Started};
+use crate::sys;
+use crate::uids::Uids;
+
+/// The driver's name in a template's manifest.
+pub const NAME: &str = "kvm";
+/// A snapshot is for the VMM's protocol version: it has that of the state file too.
+const FORMAT: &str = "1";
+/// The guest cannot send larger packets; without offloads on the link, large ones are what makes it fast.
+const MTU: u16 = 65520;
+const COMMAND_LINE: &str = "console=ttyS0 reboot=a panic=-1 quiet random.trust_cpu=on pci=off";
+/// A start takes milliseconds; a machine in software on a busy host takes a thousand times as long.
+const START_LIMIT: Duration = Duration::from_secs(30);
+const SAVE_LIMIT: Duration = Duration::from_secs(120);
+const SOCKET: &str = "vmm.sock";
+const DELTA: &str = "delta.pando";
+
+/// The driver.
+pub struct Kvm {
+    program: PathBuf,
+    /// Where zygotes have their directories.
+    run: PathBuf,
+    uids: Uids,
+    zygotes: Mutex<HashMap<PathBuf, Arc<Mutex<Option<Zygote>>>>>,
+}
+
+/// A parked machine of a template. Its process ends when this is dropped.
+struct Zygote {
+    process: Child,
+    control: Control,
+    dir: PathBuf,
+    uid: u32,
+}
+
+impl Kvm {
+    /// The driver with the VMM at `program`; zygotes have directories in `run` and user IDs from `uids`.
+    pub fn new(program: PathBuf, run: PathBuf, uids: Uids) -> Self {
+        Self { program, run, uids, zygotes: Mutex::default() }
+    }
+
+    /// The zygote of a template, locked; made if there is none.
+    async fn zygote(
+        &self,
+        spec: &RestoreSpec,
+    ) -> Result<tokio::sync::OwnedMutexGuard<Option<Zygote>>, MachineError> {
+        let place = self.zygotes.lock().await.entry(spec.state.clone()).or_default().clone();
+        let mut place = place.lock_owned().await;
+        if place.is_none() {
+            *place = Some(limited("start", START_LIMIT, self.make_zygote(spec)).await?);
+        }
+        Ok(place)
+    }
+
+    async fn make_zygote(&self, spec: &RestoreSpec) -> Result<Zygote, MachineError> {
+        let io = |verb| move |source| MachineError::Io { verb, source };
+        let uid = self.uids.take().ok_or(MachineError::Died("there is no user ID left for it".to_owned()))?;
+        let dir = self.run.join(format!("zygote-{uid}"));
+        // What a zygote of this ID before left; its process is gone.
+        let _ = std::fs::remove_dir_all(&dir);
+        std::fs::create_dir(&dir).map_err(io("make a directory"))?;
+        let arguments = ["--zygote".to_owned(), "--uid".to_owned(), uid.to_string()];
+        // It begins as root, to keep the right to change the user of its copies, and becomes `uid` by itself.
+        let process = spawn(&self.program, &dir, 0, &arguments)?;
+        let mut control = Control::connect(&dir, SOCKET).await?;
+        let (state, disk) = (open(&spec.state, false)?, open(&spec.disk, false)?);
+        let delta = make_delta(&dir.join(DELTA), spec.shape.disk_mib)?;
+        let (link, _) = socket_pair().map_err(io("make a link"))?;
+        let mut fds = Descriptors::default();
+        let request = Request::Restore(VmmRestore {
+            state: fds.add(&state),
+            memory: vec![fds.add(&*spec.memory)],
+            devices: devices(&mut fds, &disk, Some(&delta), &link, None),
+        });
+        control.ask(&request, &fds).await?;
+        Ok(Zygote { process, control, dir, uid })
+    }
+
+    /// Ends a zygote's process and removes what it had.
+    async fn bury(&self, mut zygote: Zygote) {
+        // An error means that it has ended already.
+        let _ = zygote.process.kill().await;
+        if let Err(error) = std::fs::remove_dir_all(&zygote.dir) {
+            tracing::error!(dir = %zygote.dir.display(), %error, "a directory cannot be removed");
+        }
+        self.uids.give_back(zygote.uid);
+    }
+
+    async fn copy(&self, spec: &RestoreSpec) -> Result<Started, MachineError> {
+        let io = |verb| move |source| MachineError::Io { verb, source };
+        let delta = make_delta(&spec.dir.join(DELTA), spec.shape.disk_mib)?;
+        let listener = listen(&spec.dir, SOCKET).map_err(io("make a control socket"))?;
+        let (link, link_theirs) = socket_pair().map_err(io("make a link"))?;
+        let (console, console_theirs) = socket_pair().map_err(io("make a console"))?;
+        let mut fds = Descriptors::default();
+        let child = ChildSpec {
+            control: fds.add(&listener),
+            deltas: vec![fds.add(&delta)],
+            link: Some(fds.add(&link_theirs)),
+            console: Some(fds.add(&console_theirs)),
+            uid: Some(spec.uid),
+            run: false,
+        };
+        let request = Request::Fork { children: vec![child], deltas: Vec::new() };
+        let mut zygote = self.zygote(spec).await?;
+        let forked = match zygote.as_mut() {
+            Some(parked) => parked.control.ask(&request, &fds).await,
+            None => Err(MachineError::Died("the template's machine is gone".to_owned())),
+        };
+        if matches!(forked, Err(MachineError::Died(_) | MachineError::Control(_))) {
+            tracing::warn!(template = %spec.state.display(), "a template's parked machine has died");
+            if let Some(dead) = zygote.take() {
+                self.bury(dead).await;
+            }
+        }
+        drop(zygote);
+        let Answer::Forked { .. } = forked? else {
+            return Err(MachineError::Died("it answered a fork with something else".to_owned()));
+        };
+        let mut control = Control::connect(&spec.dir, SOCKET).await?;
+        let machine = Watched::new(control.pid())?;
+        control.ask(&Request::Resume, &Descriptors::default()).await?;
+        let machine = KvmMachine { watched: machine, control: Some(control), memory: None, _process: None };
+        let console = to_tokio(console).map_err(io("open the console"))?;
+        Ok(Started { machine: Box::new(machine), link, console })
+    }
+
+    async fn boot_machine(&self, spec: &BootSpec) -> Result<Started, MachineError> {
+        let io = |verb| move |source| MachineError::Io { verb, source };
+        let (link, link_theirs) = socket_pair().map_err(io("make a link"))?;
+        let (console, console_theirs) = socket_pair().map_err(io("make a console"))?;
+        let process = spawn(&self.program, &spec.dir, spec.uid, &[])?;
+        let mut control = Control::connect(&spec.dir, SOCKET).await?;
+        let disk = open(&spec.disk, true)?;
+        let (kernel, initramfs) = (open(&spec.kernel, false)?, open(&spec.initramfs, false)?);
+        let mut fds = Descriptors::default();
+        let request = Request::Boot(VmmBoot {
+            vcpus: u8::try_from(spec.vcpus).unwrap_or(u8::MAX),
+            memory_mib: spec.memory_mib,
+            huge_pages: true,
+            kernel: fds.add(&kernel),
+            initramfs: Some(fds.add(&initramfs)),
+            command_line: COMMAND_LINE.to_owned(),
+            devices: devices(&mut fds, &disk, None, &link_theirs, Some(&console_theirs)),
+        });
+        control.ask(&request, &fds).await?;
+        let machine = KvmMachine {
+            watched: Watched::new(control.pid())?,
+            control: Some(control),
+            memory: Some(spec.memory.clone()),
+            _process: Some(process),
+        };
+        let console = to_tokio(console).map_err(io("open the console"))?;
+        Ok(Started { machine: Box::new(machine), link, console })
+    }
+}
+
+/// Starts a process whose control socket is in `dir`, by which a sweep finds it too.
+fn spawn(program: &Path, dir: &Path, uid: u32, arguments: &[String]) -> Result<Child, MachineError> {
+    let io = |verb| move |source| MachineError::Io { verb, source };
+    let control = listen(dir, SOCKET).map_err(io("make a control socket"))?;
+    let kvm = File::options().read(true).write(true).open("/dev/kvm").map_err(io("open /dev/kvm"))?;
+    let kvm = OwnedFd::from(kvm);
+    let mut command = Command::new(program);
+    command
+        .args(["--control", &control.as_raw_fd().to_string(), "--kvm", &kvm.as_raw_fd().to_string()])
+        .args(arguments)
+        .current_dir("/")
+        .env_clear()
+        .env(MARK, dir)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        // What it says goes where the server's own words go.
+        .stderr(Stdio::inherit())
+        .kill_on_drop(true);
+    sys::confine(&mut command, uid, &[&control, &kvm]);
+    command.spawn().map_err(|source| MachineError::Start {
+        program: "vmm",
+        package: "pando (vmm lies beside pando; `make build` builds both)",
+        source,
+    })
+}
+
+/// Boots a kernel without disk or network in a process of its own and returns its console and the process, which ends
+/// when it is dropped.
+pub(super) async fn boot_bare(
+    program: &Path,
+    dir: &Path,
+    kernel: &Path,
+    initramfs: &Path,
+) -> Result<(tokio::net::UnixStream, Child), MachineError> {
+    let io = |verb| move |source| MachineError::Io { verb, source };
+    let process = spawn(program, dir, 0, &[])?;
+    let mut control = Control::connect(dir, SOCKET).await?;
+    let (console, theirs) = socket_pair().map_err(io("make a console"))?;
+    let (kernel, initramfs) = (open(kernel, false)?, open(initramfs, false)?);
+    let mut fds = Descriptors::default();
+    let request = Request::Boot(VmmBoot {
+        vcpus: 1,
+        memory_mib: 256,
+        huge_pages: false,
+        kernel: fds.add(&kernel),
+        initramfs: Some(fds.add(&initramfs)),
+        command_line: COMMAND_LINE.to_owned(),
+        devices: DevicesSpec { disks: Vec::new(), card: None, console: Some(fds.add(&theirs)) },
+    });
+    control.ask(&request, &fds).await?;
+    Ok((to_tokio(console).map_err(io("open the console"))?, process))
+}
+
+/// One disk, the card, the console. Without a delta the disk's image itself is written.
+fn devices<'a>(
+    fds: &mut Descriptors<'a>,
+    disk: &'a OwnedFd,
+    delta: Option<&'a File>,
+    link: &'a OwnedFd,
+    console: Option<&'a OwnedFd>,
+) -> DevicesSpec {
+    let disk = DiskSpec {
+        base: fds.add(disk),
+        base_written: delta.is_none(),
+        frozen: Vec::new(),
+        delta: delta.map(|delta| fds.add(delta)),
+        // A sandbox does not outlive its host; a template's disk is hashed and published after its machine has ended.
+        durable: false,
+        rate: Rate::default(),
+    };
+    let card = CardSpec { link: fds.add(link), mac: MAC, mtu: MTU, offloads: false, rate: Rate::default() };
+    let console: Option<Fd> = console.map(|console| fds.add(console));
+    DevicesSpec { disks: vec![disk], card: Some(card), console }
+}
+
+fn make_delta(path: &Path, disk_mib: u64) -> Result<File, MachineError> {
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(path)
+        .map_err(|source| MachineError::Io { verb: "make the disk's delta", source })?;
+    disk::create_delta(&file, disk_mib << 20)?;
+    Ok(file)
+}
+
+async fn limited<T>(
+    step: &'static str,
+    limit: Duration,
+    work: impl Future<Output = Result<T, MachineError>>,
+) -> Result<T, MachineError> {
+    let late = MachineError::Deadline { step, seconds: limit.as_secs() };
+    tokio::time::timeout(limit, work).await.unwrap_or(Err(late))
+}
+
+impl Driver for Kvm {
+    fn identity(&self) -> (&str, &str) {
+        (NAME, FORMAT)
+    }
+
+    fn boot<'a>(&'a self, spec: &'a BootSpec) -> BoxFuture<'a, Result<Started, MachineError>> {
+        Box::pin(limited("start", START_LIMIT, self.boot_machine(spec)))
+    }
+
+    fn restore<'a>(&'a self, spec: &'a RestoreSpec) -> BoxFuture<'a, Result<Started, MachineError>> {
+        Box::pin(async move {
+            if (spec.shape.driver.as_str(), spec.shape.driver_version.as_str()) != (NAME, FORMAT) {
+                return Err(MachineError::OtherMachine {
+                    template: format!("{} {}", spec.shape.driver, spec.shape.driver_version),
+                    here: format!("{NAME} {FORMAT}"),
+                });
+            }
+            limited("start", 2 * START_LIMIT, self.copy(spec)).await
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            let places: Vec<_> = self.zygotes.lock().await.drain().map(|(_, place)| place).collect();
+            for place in places {
+                if let Some(zygote) = place.lock().await.take() {
+                    self.bury(zygote).await;
+                }
+            }
+        })
+    }
+}
+
+/// A process that need not be a child. Killed when this is dropped.
+struct Watched {
+    pid: u32,
+    pidfd: AsyncFd<OwnedFd>,
+}
+
+impl Watched {
+    fn new(pid: u32) -> Result<Self, MachineError> {
+        let open = || {
+            let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
+            let number = number.ok_or_else(|| std::io::Error::other("no process ID"))?;
+            let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
+            sys::watch(pidfd, Interest::READABLE)
+        };
+        let pidfd = open().map_err(|source| MachineError::Io { verb: "watch the process", source })?;
+        Ok(Self { pid, pidfd })
+    }
+
+    fn kill(&self) {
+        // One that has ended needs no killing.
+        let _ = rustix::process::pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL);
+    }
+
+    /// Resolves when the process has ended.
+    async fn gone(&self) {
+        // A pidfd stays readable from then on; an error of epoll is none of this process's.
+        let _ = self.pidfd.readable().await;
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// One `vmm` process with a machine.
+struct KvmMachine {
+    watched: Watched,
+    control: Option<Control>,
+    /// Where memory goes when it is saved; a copy of a template is not saved.
+    memory: Option<PathBuf>,
+    /// A booted one is a child, and is reaped by dropping this.
+    _process: Option<Child>,
+}
+
+impl KvmMachine {
+    async fn save_to(&mut self, state: &Path) -> Result<(), MachineError> {
+        let io = |verb| move |source| MachineError::Io { verb, source };
+        let (Some(control), Some(memory)) = (&mut self.control, &self.memory) else {
+            return Err(MachineError::Died("a copy is not saved".to_owned()));
+        };
+        let none = Descriptors::default();
+        control.ask(&Request::Pause, &none).await?;
+        let state = File::create_new(state).map_err(io("make the state file"))?;
+        let memory = File::create_new(memory).map_err(io("make the memory file"))?;
+        let pagemap =
+            File::open(format!("/proc/{}/pagemap", self.watched.pid)).map_err(io("read its page map"))?;
+        let mut fds = Descriptors::default();
+        let save =
+            SaveSpec { state: fds.add(&state), memory: fds.add(&memory), pagemap: Some(fds.add(&pagemap)) };
+        control.ask(&Request::Save(save), &fds).await?;
+        control.ask(&Request::Stop, &none).await?;
+        self.watched.gone().await;
+        let sync = move || state.sync_all().and_then(|()| memory.sync_all());
+        tokio::task::spawn_blocking(sync)
+            .await
+            .map_err(|_| MachineError::Died("its files could not be synced".to_owned()))?
+            .map_err(io("write its files through"))
+    }
+}
+
+impl Machine for KvmMachine {
+    fn pid(&self) -> u32 {
+        self.watched.pid
+    }
+
+    fn exited(&mut self) -> BoxFuture<'_, Exit> {
+        Box::pin(async move {
+            let description = match &mut self.control {
+                // The socket closes with the process, and the guest's end is told before.
+                Some(control) => control.ended().await,
+                None => "it has ended".to_owned(),
+            };
+            self.watched.gone().await;
+            Exit { description }
+        })
+    }
+
+    fn save<'a>(&'a mut self, state: &'a Path) -> BoxFuture<'a, Result<(), MachineError>> {
+        Box::pin(limited("save its state", SAVE_LIMIT, self.save_to(state)))
+    }
+
+    fn stop(&mut self) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            self.watched.kill();
+            self.watched.gone().await;
+        })
+    }
+}
