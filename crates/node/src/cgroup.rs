@@ -189,9 +189,10 @@ fn enable(hierarchy: &Hierarchy) -> io::Result<()> {
 
 /// FNV-1a: the same in every version of this program, as a sweep looks for what an older one left.
 fn hash(path: &Path) -> u64 {
-    path.as_os_str().as_encoded_bytes().iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
-    })
+    path.as_os_str()
+        .as_encoded_bytes()
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 #[cfg(test)]

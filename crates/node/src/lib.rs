@@ -8,10 +8,12 @@
 //! * [`guest`]: what is said to the agent in a guest.
 //! * [`template`]: booting a disk and parking it as a template.
 //! * [`sweep`]: removing what a crash left.
+//! * [`cgroup`]: bounds on machines' processes.
 //! * [`uids`]: user IDs for machines, no other server's on this host.
 //! * [`http`]: the node's own API, for `control`.
 //! * [`metrics`], [`logs`]: bounded records of each sandbox.
 
+pub mod cgroup;
 pub mod guest;
 pub mod http;
 pub mod logs;

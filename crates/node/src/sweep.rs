@@ -36,6 +36,7 @@ pub fn sweep(data: &DataDir) -> Result<Swept, NodeError> {
     while !machines_of(data.root()).is_empty() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
     }
+    crate::cgroup::Cgroups::look(data).sweep();
     let sandboxes = data.sandboxes();
     let io = |source| NodeError::Io { verb: "list", path: sandboxes.clone(), source };
     for entry in std::fs::read_dir(&sandboxes).map_err(io)? {

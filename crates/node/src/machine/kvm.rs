@@ -28,7 +28,7 @@ use tokio::sync::Mutex;
 
 use super::control::{Control, Descriptors, listen};
 use super::qemu::{MARK, open, socket_pair, to_tokio};
-use super::{BootSpec, Driver, Exit, Machine, MachineError, RestoreSpec, Started};
+use super::{BootSpec, Bounds, Driver, Exit, Machine, MachineError, RestoreSpec, Started};
 use crate::sys;
 use crate::uids::Uids;
 
@@ -148,6 +148,7 @@ impl Kvm {
         };
         let mut control = Control::connect(&spec.dir, SOCKET).await?;
         let machine = Watched::new(control.pid())?;
+        spec.cgroup.add(control.pid()).map_err(io("bound the process"))?;
         control.ask(&Request::Resume, &Descriptors::default()).await?;
         let machine = KvmMachine { watched: machine, control: Some(control), memory: None, _process: None };
         let console = to_tokio(console).map_err(io("open the console"))?;
@@ -282,6 +283,11 @@ async fn limited<T>(
 impl Driver for Kvm {
     fn identity(&self) -> (&str, &str) {
         (NAME, FORMAT)
+    }
+
+    fn bounds(&self) -> Bounds {
+        // One thread beside the vCPUs, of which there are at most 32.
+        Bounds { tasks: 64, memory_mib: 256 }
     }
 
     fn boot<'a>(&'a self, spec: &'a BootSpec) -> BoxFuture<'a, Result<Started, MachineError>> {

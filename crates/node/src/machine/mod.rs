@@ -24,6 +24,8 @@ use std::sync::Arc;
 use futures::future::BoxFuture;
 use proto::manifest::MachineShape;
 
+use crate::cgroup::Cgroup;
+
 /// A machine to boot from a disk, in order to make a template.
 #[derive(Debug)]
 pub struct BootSpec {
@@ -64,6 +66,17 @@ pub struct RestoreSpec {
     pub disk: PathBuf,
     /// What the template's machine was.
     pub shape: MachineShape,
+    /// The group that the process is put into before its guest runs.
+    pub cgroup: Cgroup,
+}
+
+/// What a machine's process needs beside its guest's memory; more than that is a defect or an attack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    /// Threads.
+    pub tasks: u32,
+    /// Memory.
+    pub memory_mib: u64,
 }
 
 /// A machine and the two ends it is born with.
@@ -87,6 +100,8 @@ pub struct Exit {
 pub trait Driver: Send + Sync + 'static {
     /// Name and version as they stand in a template's manifest.
     fn identity(&self) -> (&str, &str);
+    /// What a process of it needs.
+    fn bounds(&self) -> Bounds;
     /// Boots a kernel.
     fn boot<'a>(&'a self, spec: &'a BootSpec) -> BoxFuture<'a, Result<Started, MachineError>>;
     /// Copies a template; the guest runs when this returns.

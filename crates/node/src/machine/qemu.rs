@@ -22,7 +22,7 @@ use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
 
 use super::qmp::Qmp;
-use super::{BootSpec, Driver, Exit, Machine, MachineError, RestoreSpec, Started};
+use super::{BootSpec, Bounds, Driver, Exit, Machine, MachineError, RestoreSpec, Started};
 use crate::sys;
 
 const PROGRAM: &str = "qemu-system-x86_64";
@@ -257,6 +257,11 @@ impl Driver for Qemu {
         (self.identity, &self.version)
     }
 
+    fn bounds(&self) -> Bounds {
+        // Threads of its pool for files beside vCPUs; translated code.
+        Bounds { tasks: 256, memory_mib: 1024 }
+    }
+
     fn boot<'a>(&'a self, spec: &'a BootSpec) -> BoxFuture<'a, Result<Started, MachineError>> {
         Box::pin(async move {
             // QEMU opens memory anew through its descriptor, so the file must be its user's.
@@ -318,6 +323,10 @@ impl Driver for Qemu {
             let source = format!("fd:{}", state.as_raw_fd());
             let inherited = [&*spec.memory, &delta, &template, &state];
             let mut spawned = self.spawn(&shared, &extra, &inherited)?;
+            // Not its guest's memory alone: translated code takes up to 512 MiB.
+            spec.cgroup
+                .add(spawned.machine.pid())
+                .map_err(|source| MachineError::Io { verb: "bound the process", source })?;
             let load = async |socket| {
                 let mut qmp = Qmp::open(socket).await?;
                 ignore_shared_memory(&mut qmp).await?;

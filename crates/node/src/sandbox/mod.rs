@@ -25,6 +25,7 @@ use store::template::Template;
 use tokio::sync::{OnceCell, Semaphore, broadcast, mpsc, oneshot, watch};
 
 use crate::NodeError;
+use crate::cgroup::Cgroups;
 use crate::logs::Logs;
 use crate::machine::Driver;
 use crate::metrics::Samples;
@@ -52,6 +53,8 @@ pub struct NodeConfig {
     pub min_free_mib: u64,
     /// The user IDs that machines run under, one each.
     pub uids: Uids,
+    /// Bounds machines' processes.
+    pub cgroups: Cgroups,
 }
 
 /// The sandboxes of this host. Clones are the same node.
@@ -64,6 +67,7 @@ pub(crate) struct Inner {
     pub(crate) links: Links,
     pub(crate) starts: Semaphore,
     pub(crate) uids: Uids,
+    pub(crate) cgroups: Cgroups,
     pub(crate) min_free_mib: u64,
     max_sandboxes: usize,
     templates: HashMap<TemplateId, Arc<Parked>>,
@@ -137,6 +141,7 @@ impl Node {
             links: config.links,
             starts: Semaphore::new(config.starts_at_once.max(1)),
             uids: config.uids,
+            cgroups: config.cgroups,
             min_free_mib: config.min_free_mib,
             max_sandboxes: config.max_sandboxes,
             templates,

@@ -21,6 +21,7 @@ use tokio::task::JoinHandle;
 
 use super::state::{Input, next};
 use super::{Entry, Node, Parked};
+use crate::cgroup::Cgroup;
 use crate::guest::Agent;
 use crate::machine::{Exit, Machine, RestoreSpec, Started};
 use crate::{NodeError, logs, metrics};
@@ -58,6 +59,7 @@ pub(crate) struct Published {
 #[derive(Default)]
 struct Resources {
     uid: Option<u32>,
+    cgroup: Option<Cgroup>,
     dir: Option<PathBuf>,
     machine: Option<Box<dyn Machine>>,
     link: Option<Link>,
@@ -73,6 +75,11 @@ impl Resources {
         drop(self.link.take());
         if let Some(mut machine) = self.machine.take() {
             machine.stop().await;
+        }
+        if let Some(cgroup) = self.cgroup.take()
+            && let Err(error) = cgroup.remove().await
+        {
+            tracing::error!(%error, "a sandbox's cgroup cannot be removed");
         }
         if let Some(dir) = self.dir.take()
             && let Err(error) = tokio::fs::remove_dir_all(&dir).await
@@ -163,6 +170,14 @@ async fn start(
     let dir = resources.dir.insert(dir).clone();
 
     let template = &parked.template;
+    let shape = &template.manifest.machine;
+    let bounds = node.inner().driver.bounds();
+    let cgroup = node
+        .inner()
+        .cgroups
+        .make(spec.id.as_str(), shape.memory_mib, bounds)
+        .map_err(|source| NodeError::Io { verb: "make a cgroup for", path: dir.clone(), source })?;
+    let cgroup = resources.cgroup.insert(cgroup).clone();
     let machine_spec = RestoreSpec {
         name: spec.id.to_string(),
         dir,
@@ -170,7 +185,8 @@ async fn start(
         memory: parked.memory().await?,
         state: template.state(),
         disk: template.disk(),
-        shape: template.manifest.machine.clone(),
+        shape: shape.clone(),
+        cgroup,
     };
     let Started { machine, link, console } = node.inner().driver.restore(&machine_spec).await?;
     let machine = resources.machine.insert(machine);

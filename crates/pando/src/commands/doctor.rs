@@ -202,5 +202,16 @@ async fn data(dir: &Path) -> Vec<Check> {
             "sandboxes run by translation (TCG): complete and isolated, with slow CPUs; use a host whose KVM runs Linux",
         ),
     };
-    vec![templates, machine]
+    let groups = node::cgroup::Cgroups::look(&data);
+    let bounds = if groups.is_whole() {
+        Check::good("cgroups", groups.found().to_owned())
+    } else {
+        Check::not(
+            "cgroups",
+            Verdict::Optional,
+            groups.found().to_owned(),
+            "machines' processes are bounded by what their guests have; mount cgroups with pids and memory to bound them",
+        )
+    };
+    vec![templates, machine, bounds]
 }

@@ -179,6 +179,8 @@ impl Serve {
         let limits = &config.limits;
         let uids = Uids::reserve(limits.uid_base, u32::try_from(limits.max_sandboxes)?)?;
         tracing::info!(first = uids.first(), count = limits.max_sandboxes, "user IDs of machines");
+        let cgroups = node::cgroup::Cgroups::open(data);
+        tracing::info!(controllers = cgroups.found(), "cgroups");
         let node = Node::start(NodeConfig {
             data: data.clone(),
             driver: chosen.driver,
@@ -187,6 +189,7 @@ impl Serve {
             min_free_mib: limits.min_free_mib,
             starts_at_once: if limits.starts_at_once == 0 { 2 * cpus } else { limits.starts_at_once },
             uids,
+            cgroups,
         })
         .await?;
         if node.templates()?.is_empty() {
