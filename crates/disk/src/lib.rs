@@ -272,6 +272,19 @@ impl Disk {
         Ok(())
     }
 
+    /// Puts `top` in the place of the writable delta, which then has no part in this disk: for the copy of a disk that was
+    /// just frozen, or of one that was never written.
+    ///
+    /// # Errors
+    /// When `top` is no delta of this disk; the disk is as it was.
+    pub fn replace_top(&mut self, top: File) -> Result<(), DiskError> {
+        if self.is_base_written() {
+            return Err(DiskError::Format("nothing may stand on an image that is written itself"));
+        }
+        self.top = Some(Delta::open(top, self.bytes)?);
+        Ok(())
+    }
+
     fn end(&self, offset: u64, len: u64) -> Result<u64, DiskError> {
         let end = offset.checked_add(len).filter(|end| *end <= self.bytes);
         end.ok_or(DiskError::Beyond { offset, bytes: len })

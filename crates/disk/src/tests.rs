@@ -123,6 +123,7 @@ fn copies_of_a_frozen_disk_are_apart() {
     write(&mut parent, 0, &[9; 512]).unwrap();
     parent.freeze(delta()).unwrap();
     let mut child = open(delta());
+    child.replace_top(delta()).unwrap();
     write(&mut parent, 0, &[1; 512]).unwrap();
     write(&mut child, 512, &[2; 512]).unwrap();
     assert_eq!(read(&parent, 0, 1024)[..512], [1; 512]);

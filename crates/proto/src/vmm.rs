@@ -283,8 +283,11 @@ pub enum Answer {
     Stats(StatsReport),
     /// To [`Request::Fork`]: a process for each child, in order.
     Forked {
-        /// Process IDs.
+        /// Process IDs; fewer than children were asked for when there is a `failure`.
         pids: Vec<u32>,
+        /// Why there are no more children.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        failure: Option<String>,
         /// How long vCPUs stood still, in microseconds.
         paused_us: u64,
     },

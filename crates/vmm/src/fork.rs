@@ -26,6 +26,7 @@ use kvm_ioctls::Kvm;
 use proto::vmm::{ChildSpec, Fd, MAX_CHILDREN};
 
 use crate::devices::Devices;
+use crate::devices::block::Block;
 use crate::devices::serial::SerialPort;
 use crate::devices::transport::Backend;
 use crate::kvm::registers::VcpuState;
@@ -49,8 +50,10 @@ pub struct Copied {
 pub enum Outcome {
     /// This is the parent: processes of the children, and how long vCPUs stood still.
     Parent {
-        /// Process IDs, in order.
+        /// Process IDs, in order; fewer than children were asked for if there is a failure.
         pids: Vec<u32>,
+        /// Why there are no more.
+        failure: Option<Error>,
         /// From the request to pause until they could go on.
         paused_us: u64,
     },
@@ -78,8 +81,8 @@ struct Child {
 /// Copies `machine`, which may be running and then goes on afterwards.
 ///
 /// # Errors
-/// When the request does not fit the machine, or the host has no room. Children that were made before a failure are
-/// told nothing and end by themselves when their control socket is closed by the caller; the machine goes on.
+/// When the request does not fit the machine, or the host has no room for even one; the machine goes on. If there was
+/// room for some, they exist, and the outcome says why there are no more.
 pub fn copies(
     kvm: &Kvm,
     machine: &mut Machine,
@@ -95,47 +98,54 @@ pub fn copies(
             specs.len()
         )));
     }
-    let mut children = specs.iter().map(|spec| take_child(spec, fds)).collect::<Result<Vec<_>, _>>()?;
+    let children = specs.iter().map(|spec| take_child(spec, fds)).collect::<Result<Vec<_>, _>>()?;
     let own = deltas.iter().map(|fd| fds.file(*fd)).collect::<Result<Vec<_>, _>>()?;
     check(machine, &children, &own, is_running, may_change_user)?;
 
     let begun = Instant::now();
     machine.pause()?;
-    let state = machine.read_state();
-    let mut pids = Vec::new();
-    let mut failure = None;
-    match state {
-        Ok((vcpus, chips)) => {
-            for at in 0..children.len() {
-                match sys::fork() {
-                    Ok(Side::Parent(pid)) => pids.push(pid),
-                    Ok(Side::Child) => {
-                        let child = children.swap_remove(at);
-                        // The other children's descriptors are closed below, by number.
-                        std::mem::forget((children, own));
-                        return Ok(Outcome::Child(become_child(kvm, machine, child, &vcpus, &chips)));
-                    }
-                    Err(error) => {
-                        failure = Some(Error::io("fork")(error));
-                        break;
-                    }
-                }
-            }
-        }
-        Err(error) => failure = Some(error),
-    }
-    // From here on what the machine has written is under its children, too.
-    if !own.is_empty() && !pids.is_empty() {
-        failure = freeze(machine, own).err().or(failure);
+    let outcome = stopped(kvm, machine, children, own);
+    if matches!(outcome, Ok(Outcome::Child(_))) {
+        return outcome;
     }
     if is_running {
         machine.resume();
     }
-    let paused_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
-    match failure {
-        Some(error) => Err(error),
-        None => Ok(Outcome::Parent { pids, paused_us }),
+    let paused = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
+    outcome.map(|outcome| match outcome {
+        Outcome::Parent { pids, failure, .. } => Outcome::Parent { pids, failure, paused_us: paused },
+        child @ Outcome::Child(_) => child,
+    })
+}
+
+/// What is done while no vCPU runs.
+fn stopped(
+    kvm: &Kvm,
+    machine: &mut Machine,
+    mut children: Vec<Child>,
+    own: Vec<File>,
+) -> Result<Outcome, Error> {
+    let (vcpus, chips) = machine.read_state()?;
+    // First of all, so that nothing that copies stand on is ever written again. A fork that fails after this has cost the
+    // machine one more layer, with nothing in it.
+    change_disks(&mut lock(&machine.shared.devices), own, Block::freeze)?;
+    let mut pids = Vec::new();
+    for at in 0..children.len() {
+        match sys::fork() {
+            Ok(Side::Parent(pid)) => pids.push(pid),
+            Ok(Side::Child) => {
+                let child = children.swap_remove(at);
+                // The other children's descriptors are closed in `become_child`, by number.
+                std::mem::forget(children);
+                return Ok(Outcome::Child(become_child(kvm, machine, child, &vcpus, &chips)));
+            }
+            Err(error) if pids.is_empty() => return Err(Error::io("fork")(error)),
+            Err(error) => {
+                return Ok(Outcome::Parent { pids, failure: Some(Error::io("fork")(error)), paused_us: 0 });
+            }
+        }
     }
+    Ok(Outcome::Parent { pids, failure: None, paused_us: 0 })
 }
 
 fn take_child(spec: &ChildSpec, fds: &mut Descriptors) -> Result<Child, Error> {
@@ -193,19 +203,19 @@ fn check(
     Ok(())
 }
 
-/// Puts a new delta on each written disk.
-fn freeze(machine: &Machine, deltas: Vec<File>) -> Result<(), Error> {
-    freeze_disks(&mut lock(&machine.shared.devices), deltas)
-}
-
-fn freeze_disks(devices: &mut Devices, deltas: Vec<File>) -> Result<(), Error> {
+/// Does `change` with each written disk and the next of `deltas`, as long as there are any.
+fn change_disks(
+    devices: &mut Devices,
+    deltas: Vec<File>,
+    change: impl Fn(&mut Block, File) -> Result<(), disk::DiskError>,
+) -> Result<(), Error> {
     let mut deltas = deltas.into_iter();
     let mut number = 0;
     for device in &mut devices.virtio {
         if let Backend::Block(block) = &mut device.backend {
             if block.disk().writable() {
                 let Some(delta) = deltas.next() else { break };
-                block.freeze(delta).map_err(|source| Error::Disk { number, source })?;
+                change(block, delta).map_err(|source| Error::Disk { number, source })?;
             }
             number += 1;
         }
@@ -243,7 +253,8 @@ fn make_machine(
     // The devices move out of what the parent's vCPUs share; the rest of that, the vCPUs and KVM's machine are the
     // parent's and are forgotten, never dropped: their threads are not here and their descriptors are closed.
     let mut devices = take_devices(machine)?;
-    freeze_disks(&mut devices, deltas)?;
+    // The parent has frozen what it wrote, or never runs: its top has nothing in it.
+    change_disks(&mut devices, deltas, Block::replace_top)?;
     for device in &mut devices.virtio {
         device.rewire()?;
         if let Backend::Card(card) = &mut device.backend {

@@ -130,6 +130,9 @@ impl Server {
                         && let Some(link) = card.link()
                     {
                         let (read, write) = card.interest();
+                        // A card that the guest does not use takes nothing: its link waits, and so does who sends.
+                        let (read, write) =
+                            (read && device.is_ready(RECEIVE), write && device.is_ready(TRANSMIT));
                         let events =
                             if read { libc::POLLIN } else { 0 } | if write { libc::POLLOUT } else { 0 };
                         if events != 0 {
@@ -302,7 +305,10 @@ impl Server {
             return Some(failed(&Error::BadRequest("there is no machine yet".to_owned())));
         };
         match fork::copies(&self.kvm, machine, running, children, deltas, &mut fds, self.zygote) {
-            Ok(Outcome::Parent { pids, paused_us }) => Some(Answer::Forked { pids, paused_us }),
+            Ok(Outcome::Parent { pids, failure, paused_us }) => {
+                let failure = failure.map(|error| proto::chain(&error));
+                Some(Answer::Forked { pids, paused_us, failure })
+            }
             Ok(Outcome::Child(copied)) => {
                 // Their descriptors are closed already.
                 std::mem::forget(fds);

@@ -8,7 +8,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use proto::vmm::{Answer, Ending, Fd, MAX_FDS, MAX_PACKET, Request, VERSION};
+use proto::vmm::{Answer, Ending, Fd, MAX_FDS, MAX_PACKET, Phase, Request, VERSION};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     SocketAddrUnix, SocketFlags, SocketType,
@@ -54,6 +54,19 @@ impl<'a> Descriptors<'a> {
     }
 }
 
+/// What a request is called in messages.
+fn name(request: &Request) -> &'static str {
+    match request {
+        Request::Boot(_) => "boot",
+        Request::Restore(_) => "restore",
+        Request::Pause => "pause",
+        Request::Resume => "resume",
+        Request::Save(_) => "save",
+        Request::Fork { .. } => "fork",
+        _ => "a request",
+    }
+}
+
 /// A connection.
 pub(super) struct Control {
     socket: AsyncFd<OwnedFd>,
@@ -71,6 +84,10 @@ impl Control {
         };
         let mut control = Self { socket: open().map_err(MachineError::Control)?, pid: 0, ending: None };
         match control.receive().await? {
+            // A copy that could not be made into a machine lives long enough to say why.
+            Some(Answer::Hello { version: VERSION, phase: Phase::Ended, .. }) => {
+                return Err(MachineError::Died(control.ended().await));
+            }
             Some(Answer::Hello { version: VERSION, pid, .. }) => control.pid = pid,
             Some(Answer::Hello { version, .. }) => {
                 return Err(MachineError::Died(format!(
@@ -87,7 +104,8 @@ impl Control {
         self.pid
     }
 
-    /// Asks, and returns what is answered.
+    /// Asks, and returns what is answered. Not cancel-safe: an answer that nobody waits for would be taken for the next
+    /// request's.
     pub(super) async fn ask(
         &mut self,
         request: &Request,
@@ -100,7 +118,7 @@ impl Control {
             match self.receive().await? {
                 Some(Answer::Event(ending)) => self.ending = Some(ending),
                 Some(Answer::Failed { message, .. }) => {
-                    return Err(MachineError::Refused { command: "request", message });
+                    return Err(MachineError::Refused { command: name(request), message });
                 }
                 Some(answer) => return Ok(answer),
                 None => return Err(MachineError::Died(self.last_words())),

@@ -28,30 +28,39 @@ use tokio::sync::Mutex;
 
 use super::control::{Control, Descriptors, listen};
 use super::qemu::{MARK, open, socket_pair, to_tokio};
-use super::{BootSpec, Bounds, Driver, Exit, Machine, MachineError, RestoreSpec, Started};
+use super::{BootSpec, Bounds, Driver, Exit, Machine, MachineError, RestoreSpec, Source, Started};
 use crate::sys;
 use crate::uids::Uids;
 
 /// The driver's name in a template's manifest.
 pub const NAME: &str = "kvm";
-/// A snapshot is for the VMM's protocol version: it has that of the state file too.
-const FORMAT: &str = "1";
 /// The guest cannot send larger packets; without offloads on the link, large ones are what makes it fast.
 const MTU: u16 = 65520;
 const COMMAND_LINE: &str = "console=ttyS0 reboot=a panic=-1 quiet random.trust_cpu=on pci=off";
 /// A start takes milliseconds; a machine in software on a busy host takes a thousand times as long.
 const START_LIMIT: Duration = Duration::from_secs(30);
 const SAVE_LIMIT: Duration = Duration::from_secs(120);
+/// A zygote reads all of a template's memory.
+const PREPARE_LIMIT: Duration = Duration::from_secs(60);
+/// `nobody`: a probe machine is gone before anybody else's code runs.
+const PROBE_USER: u32 = 65534;
 const SOCKET: &str = "vmm.sock";
 const DELTA: &str = "delta.pando";
 
 /// The driver.
 pub struct Kvm {
+    version: String,
+    zygotes: Arc<Zygotes>,
+}
+
+/// What makes zygotes, and those there are.
+struct Zygotes {
     program: PathBuf,
     /// Where zygotes have their directories.
     run: PathBuf,
     uids: Uids,
-    zygotes: Mutex<HashMap<PathBuf, Arc<Mutex<Option<Zygote>>>>>,
+    /// By the state file that they come from.
+    places: Mutex<HashMap<PathBuf, Arc<Mutex<Option<Zygote>>>>>,
 }
 
 /// A parked machine of a template. Its process ends when this is dropped.
@@ -65,59 +74,115 @@ struct Zygote {
 impl Kvm {
     /// The driver with the VMM at `program`; zygotes have directories in `run` and user IDs from `uids`.
     pub fn new(program: PathBuf, run: PathBuf, uids: Uids) -> Self {
-        Self { program, run, uids, zygotes: Mutex::default() }
+        // What is saved by one version is not for another.
+        let version = format!("{} {}", proto::vmm::VERSION, env!("CARGO_PKG_VERSION"));
+        let zygotes = Arc::new(Zygotes { program, run, uids, places: Mutex::default() });
+        Self { version, zygotes }
     }
+}
 
-    /// The zygote of a template, locked; made if there is none.
-    async fn zygote(
+impl Zygotes {
+    /// The zygote of a template, locked; made if there is none, by one for all who wait.
+    async fn of(
         &self,
-        spec: &RestoreSpec,
+        source: &Source,
     ) -> Result<tokio::sync::OwnedMutexGuard<Option<Zygote>>, MachineError> {
-        let place = self.zygotes.lock().await.entry(spec.state.clone()).or_default().clone();
+        let place = self.places.lock().await.entry(source.state.clone()).or_default().clone();
         let mut place = place.lock_owned().await;
         if place.is_none() {
-            *place = Some(limited("start", START_LIMIT, self.make_zygote(spec)).await?);
+            *place = Some(self.make(source).await?);
         }
         Ok(place)
     }
 
-    async fn make_zygote(&self, spec: &RestoreSpec) -> Result<Zygote, MachineError> {
+    async fn make(&self, source: &Source) -> Result<Zygote, MachineError> {
         let io = |verb| move |source| MachineError::Io { verb, source };
         let uid = self.uids.take().ok_or(MachineError::Died("there is no user ID left for it".to_owned()))?;
         let dir = self.run.join(format!("zygote-{uid}"));
-        // What a zygote of this ID before left; its process is gone.
-        let _ = std::fs::remove_dir_all(&dir);
-        std::fs::create_dir(&dir).map_err(io("make a directory"))?;
-        let arguments = ["--zygote".to_owned(), "--uid".to_owned(), uid.to_string()];
-        // It begins as root, to keep the right to change the user of its copies, and becomes `uid` by itself.
-        let process = spawn(&self.program, &dir, 0, &arguments)?;
-        let mut control = Control::connect(&dir, SOCKET).await?;
-        let (state, disk) = (open(&spec.state, false)?, open(&spec.disk, false)?);
-        let delta = make_delta(&dir.join(DELTA), spec.shape.disk_mib)?;
-        let (link, _) = socket_pair().map_err(io("make a link"))?;
-        let mut fds = Descriptors::default();
-        let request = Request::Restore(VmmRestore {
-            state: fds.add(&state),
-            memory: vec![fds.add(&*spec.memory)],
-            devices: devices(&mut fds, &disk, Some(&delta), &link, None),
-        });
-        control.ask(&request, &fds).await?;
-        Ok(Zygote { process, control, dir, uid })
+        let started = match std::fs::create_dir(&dir).map_err(io("make a directory")) {
+            Ok(()) => self.start(source, &dir, uid).await,
+            Err(error) => Err(error),
+        };
+        match started {
+            Ok((process, control)) => Ok(Zygote { process, control, dir, uid }),
+            Err(error) => {
+                self.forget(&dir, uid);
+                Err(error)
+            }
+        }
+    }
+
+    async fn start(&self, source: &Source, dir: &Path, uid: u32) -> Result<(Child, Control), MachineError> {
+        let mut process = spawn(&self.program, dir, uid, &["--zygote"])?;
+        match limited("load the template", PREPARE_LIMIT, park(source, dir)).await {
+            Ok(control) => Ok((process, control)),
+            Err(error) => {
+                // An error means that it has ended already.
+                let _ = process.kill().await;
+                Err(error)
+            }
+        }
     }
 
     /// Ends a zygote's process and removes what it had.
     async fn bury(&self, mut zygote: Zygote) {
-        // An error means that it has ended already.
+        // As above.
         let _ = zygote.process.kill().await;
-        if let Err(error) = std::fs::remove_dir_all(&zygote.dir) {
-            tracing::error!(dir = %zygote.dir.display(), %error, "a directory cannot be removed");
+        self.forget(&zygote.dir, zygote.uid);
+    }
+
+    /// For a zygote whose process is gone.
+    fn forget(&self, dir: &Path, uid: u32) {
+        match std::fs::remove_dir_all(dir) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                tracing::error!(dir = %dir.display(), %error, "a directory cannot be removed");
+            }
+            _ => {}
         }
-        self.uids.give_back(zygote.uid);
+        self.uids.give_back(uid);
+    }
+
+    /// Has the zygote of `source` do a fork; the process of the one child. A zygote that is found dead, or does not answer,
+    /// is made anew, once.
+    async fn fork(
+        &self,
+        source: &Source,
+        request: &Request,
+        fds: &Descriptors<'_>,
+    ) -> Result<u32, MachineError> {
+        let mut tried = false;
+        loop {
+            let mut place = self.of(source).await?;
+            let Some(zygote) = place.as_mut() else {
+                return Err(MachineError::Died("the template's machine is gone".to_owned()));
+            };
+            let answer = limited("copy itself", START_LIMIT, zygote.control.ask(request, fds)).await;
+            match answer {
+                Ok(Answer::Forked { pids, .. }) if pids.len() == 1 => return Ok(pids[0]),
+                Ok(other) => {
+                    return Err(MachineError::Died(format!("it answered a fork with {other:?}")));
+                }
+                Err(refused @ MachineError::Refused { .. }) => return Err(refused),
+                Err(error) => {
+                    // One that is late would answer the next create instead of this one.
+                    if let Some(zygote) = place.take() {
+                        self.bury(zygote).await;
+                    }
+                    let is_late = matches!(error, MachineError::Deadline { .. });
+                    if tried || is_late {
+                        return Err(error);
+                    }
+                    let error = &error as &dyn std::error::Error;
+                    tracing::warn!(error, "a template's parked machine has died; it is made anew");
+                    tried = true;
+                }
+            }
+        }
     }
 
     async fn copy(&self, spec: &RestoreSpec) -> Result<Started, MachineError> {
         let io = |verb| move |source| MachineError::Io { verb, source };
-        let delta = make_delta(&spec.dir.join(DELTA), spec.shape.disk_mib)?;
+        let delta = make_delta(&spec.dir.join(DELTA), spec.source.shape.disk_mib)?;
         let listener = listen(&spec.dir, SOCKET).map_err(io("make a control socket"))?;
         let (link, link_theirs) = socket_pair().map_err(io("make a link"))?;
         let (console, console_theirs) = socket_pair().map_err(io("make a console"))?;
@@ -131,36 +196,53 @@ impl Kvm {
             run: false,
         };
         let request = Request::Fork { children: vec![child], deltas: Vec::new() };
-        let mut zygote = self.zygote(spec).await?;
-        let forked = match zygote.as_mut() {
-            Some(parked) => parked.control.ask(&request, &fds).await,
-            None => Err(MachineError::Died("the template's machine is gone".to_owned())),
-        };
-        if matches!(forked, Err(MachineError::Died(_) | MachineError::Control(_))) {
-            tracing::warn!(template = %spec.state.display(), "a template's parked machine has died");
-            if let Some(dead) = zygote.take() {
-                self.bury(dead).await;
+        let pid = self.fork(&spec.source, &request, &fds).await?;
+        // From here on it ends when this is given up.
+        let watched = Watched::new(pid, &self.run);
+        let resumed = async {
+            // Nobody else shall keep it open: it is closed when the copy ends.
+            drop(listener);
+            let mut control = Control::connect(&spec.dir, SOCKET).await?;
+            if control.pid() != pid {
+                return Err(MachineError::Died("another process answers in its place".to_owned()));
             }
-        }
-        drop(zygote);
-        let Answer::Forked { .. } = forked? else {
-            return Err(MachineError::Died("it answered a fork with something else".to_owned()));
+            spec.cgroup.add(pid).map_err(io("bound the process"))?;
+            control.ask(&Request::Resume, &Descriptors::default()).await?;
+            Ok(control)
         };
-        let mut control = Control::connect(&spec.dir, SOCKET).await?;
-        let machine = Watched::new(control.pid())?;
-        spec.cgroup.add(control.pid()).map_err(io("bound the process"))?;
-        control.ask(&Request::Resume, &Descriptors::default()).await?;
-        let machine = KvmMachine { watched: machine, control: Some(control), memory: None, _process: None };
+        let control = limited("start", START_LIMIT, resumed).await?;
+        let machine = KvmMachine { watched: watched?, control: Some(control), memory: None, process: None };
         let console = to_tokio(console).map_err(io("open the console"))?;
         Ok(Started { machine: Box::new(machine), link, console })
     }
+}
 
+/// Makes the machine of the zygote whose directory is `dir`.
+async fn park(source: &Source, dir: &Path) -> Result<Control, MachineError> {
+    let mut control = Control::connect(dir, SOCKET).await?;
+    let (state, disk) = (open(&source.state, false)?, open(&source.disk, false)?);
+    // Never written, as it never runs.
+    let delta = make_delta(&dir.join(DELTA), source.shape.disk_mib)?;
+    let (link, _) = socket_pair().map_err(|source| MachineError::Io { verb: "make a link", source })?;
+    let mut fds = Descriptors::default();
+    let request = Request::Restore(VmmRestore {
+        state: fds.add(&state),
+        memory: vec![fds.add(&*source.memory)],
+        devices: devices(&mut fds, &disk, Some(&delta), &link, None),
+    });
+    control.ask(&request, &fds).await?;
+    Ok(control)
+}
+
+impl Kvm {
     async fn boot_machine(&self, spec: &BootSpec) -> Result<Started, MachineError> {
         let io = |verb| move |source| MachineError::Io { verb, source };
         let (link, link_theirs) = socket_pair().map_err(io("make a link"))?;
         let (console, console_theirs) = socket_pair().map_err(io("make a console"))?;
-        let process = spawn(&self.program, &spec.dir, spec.uid, &[])?;
+        let process = spawn(&self.zygotes.program, &spec.dir, spec.uid, &[])?;
         let mut control = Control::connect(&spec.dir, SOCKET).await?;
+        // The directory becomes a template, and nobody connects again.
+        std::fs::remove_file(spec.dir.join(SOCKET)).map_err(io("remove the control socket"))?;
         let disk = open(&spec.disk, true)?;
         let (kernel, initramfs) = (open(&spec.kernel, false)?, open(&spec.initramfs, false)?);
         let mut fds = Descriptors::default();
@@ -175,18 +257,19 @@ impl Kvm {
         });
         control.ask(&request, &fds).await?;
         let machine = KvmMachine {
-            watched: Watched::new(control.pid())?,
+            watched: Watched::new(control.pid(), &spec.dir)?,
             control: Some(control),
             memory: Some(spec.memory.clone()),
-            _process: Some(process),
+            process: Some(process),
         };
         let console = to_tokio(console).map_err(io("open the console"))?;
         Ok(Started { machine: Box::new(machine), link, console })
     }
 }
 
-/// Starts a process whose control socket is in `dir`, by which a sweep finds it too.
-fn spawn(program: &Path, dir: &Path, uid: u32, arguments: &[String]) -> Result<Child, MachineError> {
+/// Starts a process whose control socket is in `dir`, by which a sweep finds it too. It begins as root, as its program may lie
+/// where only root can go and a zygote keeps the right to change the user of its copies, and becomes `uid` by itself.
+fn spawn(program: &Path, dir: &Path, uid: u32, arguments: &[&str]) -> Result<Child, MachineError> {
     let io = |verb| move |source| MachineError::Io { verb, source };
     let control = listen(dir, SOCKET).map_err(io("make a control socket"))?;
     let kvm = File::options().read(true).write(true).open("/dev/kvm").map_err(io("open /dev/kvm"))?;
@@ -194,6 +277,7 @@ fn spawn(program: &Path, dir: &Path, uid: u32, arguments: &[String]) -> Result<C
     let mut command = Command::new(program);
     command
         .args(["--control", &control.as_raw_fd().to_string(), "--kvm", &kvm.as_raw_fd().to_string()])
+        .args(["--uid", &uid.to_string()])
         .args(arguments)
         .current_dir("/")
         .env_clear()
@@ -203,7 +287,7 @@ fn spawn(program: &Path, dir: &Path, uid: u32, arguments: &[String]) -> Result<C
         // What it says goes where the server's own words go.
         .stderr(Stdio::inherit())
         .kill_on_drop(true);
-    sys::confine(&mut command, uid, &[&control, &kvm]);
+    sys::confine(&mut command, 0, &[&control, &kvm]);
     command.spawn().map_err(|source| MachineError::Start {
         program: "vmm",
         package: "pando (vmm lies beside pando; `make build` builds both)",
@@ -220,7 +304,7 @@ pub(super) async fn boot_bare(
     initramfs: &Path,
 ) -> Result<(tokio::net::UnixStream, Child), MachineError> {
     let io = |verb| move |source| MachineError::Io { verb, source };
-    let process = spawn(program, dir, 0, &[])?;
+    let process = spawn(program, dir, PROBE_USER, &[])?;
     let mut control = Control::connect(dir, SOCKET).await?;
     let (console, theirs) = socket_pair().map_err(io("make a console"))?;
     let (kernel, initramfs) = (open(kernel, false)?, open(initramfs, false)?);
@@ -282,7 +366,7 @@ async fn limited<T>(
 
 impl Driver for Kvm {
     fn identity(&self) -> (&str, &str) {
-        (NAME, FORMAT)
+        (NAME, &self.version)
     }
 
     fn bounds(&self) -> Bounds {
@@ -296,26 +380,37 @@ impl Driver for Kvm {
 
     fn restore<'a>(&'a self, spec: &'a RestoreSpec) -> BoxFuture<'a, Result<Started, MachineError>> {
         Box::pin(async move {
-            if (spec.shape.driver.as_str(), spec.shape.driver_version.as_str()) != (NAME, FORMAT) {
-                return Err(MachineError::OtherMachine {
-                    template: format!("{} {}", spec.shape.driver, spec.shape.driver_version),
-                    here: format!("{NAME} {FORMAT}"),
-                });
-            }
-            limited("start", 2 * START_LIMIT, self.copy(spec)).await
+            spec.source.check(self.identity())?;
+            let (zygotes, spec) = (self.zygotes.clone(), spec.clone());
+            // A task of its own goes on when the create is given up: what it makes then ends at once. Otherwise a copy would
+            // live that nobody knows, and its zygote's answer would be taken for that to the next request.
+            unwind(tokio::spawn(async move { zygotes.copy(&spec).await }).await)
+        })
+    }
+
+    fn prepare<'a>(&'a self, source: &'a Source) -> BoxFuture<'a, Result<(), MachineError>> {
+        Box::pin(async move {
+            source.check(self.identity())?;
+            let (zygotes, source) = (self.zygotes.clone(), source.clone());
+            unwind(tokio::spawn(async move { zygotes.of(&source).await.map(|_| ()) }).await)
         })
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async move {
-            let places: Vec<_> = self.zygotes.lock().await.drain().map(|(_, place)| place).collect();
+            let places: Vec<_> = self.zygotes.places.lock().await.drain().map(|(_, place)| place).collect();
             for place in places {
                 if let Some(zygote) = place.lock().await.take() {
-                    self.bury(zygote).await;
+                    self.zygotes.bury(zygote).await;
                 }
             }
         })
     }
+}
+
+/// What a task returned; one that panicked is a defect.
+fn unwind<T>(outcome: Result<Result<T, MachineError>, tokio::task::JoinError>) -> Result<T, MachineError> {
+    outcome.unwrap_or_else(|_| Err(MachineError::Died("the task that made it ended early".to_owned())))
 }
 
 /// A process that need not be a child. Killed when this is dropped.
@@ -325,11 +420,18 @@ struct Watched {
 }
 
 impl Watched {
-    fn new(pid: u32) -> Result<Self, MachineError> {
+    /// The process `pid`, if its directory ([`MARK`]) is in `dir`. One that has ended meanwhile, and whose number may be
+    /// another's by now, is not taken: so nobody else is ever killed.
+    fn new(pid: u32, dir: &Path) -> Result<Self, MachineError> {
         let open = || {
             let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
             let number = number.ok_or_else(|| std::io::Error::other("no process ID"))?;
             let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
+            let environment = std::fs::read(format!("/proc/{pid}/environ"))?;
+            let mark = [MARK.as_bytes(), b"=", dir.as_os_str().as_encoded_bytes()].concat();
+            if !environment.split(|byte| *byte == 0).any(|variable| variable.starts_with(&mark)) {
+                return Err(std::io::Error::other("it has ended"));
+            }
             sys::watch(pidfd, Interest::READABLE)
         };
         let pidfd = open().map_err(|source| MachineError::Io { verb: "watch the process", source })?;
@@ -360,8 +462,8 @@ struct KvmMachine {
     control: Option<Control>,
     /// Where memory goes when it is saved; a copy of a template is not saved.
     memory: Option<PathBuf>,
-    /// A booted one is a child, and is reaped by dropping this.
-    _process: Option<Child>,
+    /// A booted one is a child.
+    process: Option<Child>,
 }
 
 impl KvmMachine {
@@ -382,6 +484,10 @@ impl KvmMachine {
         control.ask(&Request::Save(save), &fds).await?;
         control.ask(&Request::Stop, &none).await?;
         self.watched.gone().await;
+        if let Some(process) = &mut self.process {
+            // As in `stop`.
+            let _ = process.wait().await;
+        }
         let sync = move || state.sync_all().and_then(|()| memory.sync_all());
         tokio::task::spawn_blocking(sync)
             .await
@@ -415,6 +521,10 @@ impl Machine for KvmMachine {
         Box::pin(async move {
             self.watched.kill();
             self.watched.gone().await;
+            if let Some(process) = &mut self.process {
+                // It has ended: this reaps it.
+                let _ = process.wait().await;
+            }
         })
     }
 }

@@ -49,8 +49,21 @@ pub struct BootSpec {
     pub memory_mib: u64,
 }
 
+/// What a template's machine was parked as.
+#[derive(Debug, Clone)]
+pub struct Source {
+    /// Its memory, sealed; mapped privately.
+    pub memory: Arc<OwnedFd>,
+    /// Its device state.
+    pub state: PathBuf,
+    /// Its disk, never written.
+    pub disk: PathBuf,
+    /// What it was.
+    pub shape: MachineShape,
+}
+
 /// A machine to copy from a template.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct RestoreSpec {
     /// A name for logs and process lists.
     pub name: String,
@@ -58,14 +71,8 @@ pub struct RestoreSpec {
     pub dir: PathBuf,
     /// User ID the process runs under.
     pub uid: u32,
-    /// The template's memory, sealed; mapped privately.
-    pub memory: Arc<OwnedFd>,
-    /// The template's device state.
-    pub state: PathBuf,
-    /// The template's disk, never written.
-    pub disk: PathBuf,
-    /// What the template's machine was.
-    pub shape: MachineShape,
+    /// The template.
+    pub source: Source,
     /// The group that the process is put into before its guest runs.
     pub cgroup: Cgroup,
 }
@@ -104,7 +111,11 @@ pub trait Driver: Send + Sync + 'static {
     fn bounds(&self) -> Bounds;
     /// Boots a kernel.
     fn boot<'a>(&'a self, spec: &'a BootSpec) -> BoxFuture<'a, Result<Started, MachineError>>;
-    /// Copies a template; the guest runs when this returns.
+    /// Makes what all copies of a template share, so that the first does not wait for it.
+    fn prepare<'a>(&'a self, _source: &'a Source) -> BoxFuture<'a, Result<(), MachineError>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+    /// Copies a template; the guest runs when this returns. Given up half-way, it leaves no process.
     fn restore<'a>(&'a self, spec: &'a RestoreSpec) -> BoxFuture<'a, Result<Started, MachineError>>;
     /// Ends what the driver keeps beside the machines it made. No machine is made after this.
     fn close(&self) -> BoxFuture<'_, ()> {
@@ -123,6 +134,23 @@ pub trait Machine: Send {
     fn save<'a>(&'a mut self, state: &'a std::path::Path) -> BoxFuture<'a, Result<(), MachineError>>;
     /// Ends the process at once and reaps it.
     fn stop(&mut self) -> BoxFuture<'_, ()>;
+}
+
+impl Source {
+    /// Whether a driver of this identity can make copies.
+    ///
+    /// # Errors
+    /// With both identities when it cannot.
+    pub fn check(&self, (name, version): (&str, &str)) -> Result<(), MachineError> {
+        let MachineShape { driver, driver_version, .. } = &self.shape;
+        if (driver.as_str(), driver_version.as_str()) == (name, version) {
+            return Ok(());
+        }
+        Err(MachineError::OtherMachine {
+            template: format!("{driver} {driver_version}"),
+            here: format!("{name} {version}"),
+        })
+    }
 }
 
 /// What can go wrong with a machine.

@@ -298,30 +298,25 @@ impl Driver for Qemu {
 
     fn restore<'a>(&'a self, spec: &'a RestoreSpec) -> BoxFuture<'a, Result<Started, MachineError>> {
         Box::pin(async move {
-            let (name, version) = self.identity();
-            if (spec.shape.driver.as_str(), spec.shape.driver_version.as_str()) != (name, version) {
-                return Err(MachineError::OtherMachine {
-                    template: format!("{} {}", spec.shape.driver, spec.shape.driver_version),
-                    here: format!("{name} {version}"),
-                });
-            }
+            let source = &spec.source;
+            source.check(self.identity())?;
             let delta = spec.dir.join("delta.qcow2");
-            store::qcow2::create(&delta, &spec.disk, spec.shape.disk_mib << 20)?;
+            store::qcow2::create(&delta, &source.disk, source.shape.disk_mib << 20)?;
             let (delta, template, state) =
-                (open(&delta, true)?, open(&spec.disk, false)?, open(&spec.state, false)?);
+                (open(&delta, true)?, open(&source.disk, false)?, open(&source.state, false)?);
             let shared = Shared {
                 name: &spec.name,
                 dir: &spec.dir,
                 uid: spec.uid,
-                vcpus: spec.shape.vcpus,
-                memory_mib: spec.shape.memory_mib,
-                memory: &spec.memory,
+                vcpus: source.shape.vcpus,
+                memory_mib: source.shape.memory_mib,
+                memory: &source.memory,
                 memory_is_written: false,
                 disk: layered_disk(&delta, &template),
             };
             let extra = ["-S", "-incoming", "defer"].map(str::to_owned);
-            let source = format!("fd:{}", state.as_raw_fd());
-            let inherited = [&*spec.memory, &delta, &template, &state];
+            let stream = format!("fd:{}", state.as_raw_fd());
+            let inherited = [&*source.memory, &delta, &template, &state];
             let mut spawned = self.spawn(&shared, &extra, &inherited)?;
             // Not its guest's memory alone: translated code takes up to 512 MiB.
             spec.cgroup
@@ -330,7 +325,7 @@ impl Driver for Qemu {
             let load = async |socket| {
                 let mut qmp = Qmp::open(socket).await?;
                 ignore_shared_memory(&mut qmp).await?;
-                qmp.execute("migrate-incoming", json!({ "uri": source })).await?;
+                qmp.execute("migrate-incoming", json!({ "uri": stream })).await?;
                 qmp.migrated("migrate-incoming").await?;
                 qmp.execute("cont", json!({})).await?;
                 Ok(qmp)

@@ -17,7 +17,7 @@ use edge::link::{Dialer, GuestStream, Links};
 use futures::future::BoxFuture;
 use jiff::Timestamp;
 use parking_lot::Mutex;
-use proto::manifest::Manifest;
+use proto::manifest::{MachineShape, Manifest};
 use proto::node::{EndReason, Event, SandboxSpec, SandboxState, SandboxView, TemplateView};
 use proto::{SandboxId, TemplateId};
 use store::layout::DataDir;
@@ -27,7 +27,7 @@ use tokio::sync::{OnceCell, Semaphore, broadcast, mpsc, oneshot, watch};
 use crate::NodeError;
 use crate::cgroup::Cgroups;
 use crate::logs::Logs;
-use crate::machine::Driver;
+use crate::machine::{Driver, Source};
 use crate::metrics::Samples;
 use crate::uids::Uids;
 use owner::{Command, Published};
@@ -83,8 +83,8 @@ pub(crate) struct Parked {
 }
 
 impl Parked {
-    /// The template's memory, loaded when first wanted.
-    pub(crate) async fn memory(&self) -> Result<Arc<OwnedFd>, NodeError> {
+    /// What copies are made from; its memory is loaded when first wanted.
+    pub(crate) async fn source(&self) -> Result<Source, NodeError> {
         let path = self.template.memory();
         let load = || async move {
             tokio::task::spawn_blocking(move || store::memory::load_sealed(&path))
@@ -93,7 +93,12 @@ impl Parked {
                 .map(Arc::new)
                 .map_err(NodeError::from)
         };
-        self.memory.get_or_try_init(load).await.cloned()
+        Ok(Source {
+            memory: self.memory.get_or_try_init(load).await.cloned()?,
+            state: self.template.state(),
+            disk: self.template.disk(),
+            shape: self.template.manifest.machine.clone(),
+        })
     }
 }
 
@@ -132,8 +137,21 @@ impl Node {
             (id, Arc::new(Parked { template, memory: OnceCell::new() }))
         });
         let templates: HashMap<_, _> = parked.collect();
-        for parked in templates.values() {
-            parked.memory().await?;
+        for (id, parked) in &templates {
+            let MachineShape { driver, driver_version, .. } = &parked.template.manifest.machine;
+            if config.driver.identity() != (driver, driver_version) {
+                tracing::warn!(template = %id, driver, driver_version, "a template is for another machine driver");
+                continue;
+            }
+            // Not waited for: a create that comes earlier waits for it, and is told what is wrong.
+            let (driver, source) = (config.driver.clone(), parked.source().await?);
+            let id = id.clone();
+            tokio::spawn(async move {
+                if let Err(error) = driver.prepare(&source).await {
+                    let error = &error as &dyn std::error::Error;
+                    tracing::error!(template = %id, error, "a template could not be prepared");
+                }
+            });
         }
         Ok(Self(Arc::new(Inner {
             data: config.data,

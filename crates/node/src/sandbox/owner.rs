@@ -169,25 +169,15 @@ async fn start(
     make_private_dir(&dir, uid)?;
     let dir = resources.dir.insert(dir).clone();
 
-    let template = &parked.template;
-    let shape = &template.manifest.machine;
+    let source = parked.source().await?;
     let bounds = node.inner().driver.bounds();
     let cgroup = node
         .inner()
         .cgroups
-        .make(spec.id.as_str(), shape.memory_mib, bounds)
+        .make(spec.id.as_str(), source.shape.memory_mib, bounds)
         .map_err(|source| NodeError::Io { verb: "make a cgroup for", path: dir.clone(), source })?;
     let cgroup = resources.cgroup.insert(cgroup).clone();
-    let machine_spec = RestoreSpec {
-        name: spec.id.to_string(),
-        dir,
-        uid,
-        memory: parked.memory().await?,
-        state: template.state(),
-        disk: template.disk(),
-        shape: shape.clone(),
-        cgroup,
-    };
+    let machine_spec = RestoreSpec { name: spec.id.to_string(), dir, uid, source, cgroup };
     let Started { machine, link, console } = node.inner().driver.restore(&machine_spec).await?;
     let machine = resources.machine.insert(machine);
     let follow = logs::follow_console(console, entry.logs.clone(), |_| ());

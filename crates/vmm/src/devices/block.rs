@@ -27,6 +27,9 @@ pub const ID: u32 = 2;
 const SECTOR: u64 = 512;
 const HEADER: usize = 16;
 const NAME_BYTES: usize = 20;
+/// Data of one request at most: drivers ask for 126 segments of a page or a few. A guest that names all its memory many
+/// times over gets an error instead of the thread for minutes.
+const DATA_LIMIT: usize = 64 << 20;
 /// Largest part of a discard or write-zeroes request, in sectors; and segments of one.
 const ZERO_SECTORS: u32 = 1 << 21;
 const ZERO_SEGMENTS: u32 = 64;
@@ -64,6 +67,14 @@ impl Block {
     /// The disk's; it is then as it was.
     pub fn freeze(&mut self, delta: File) -> Result<(), disk::DiskError> {
         self.disk.freeze(delta)
+    }
+
+    /// Writes to `delta` from now on instead of to the one it has, in which there is nothing yet.
+    ///
+    /// # Errors
+    /// The disk's; it is then as it was.
+    pub fn replace_top(&mut self, delta: File) -> Result<(), disk::DiskError> {
+        self.disk.replace_top(delta)
     }
 
     /// The disk.
@@ -160,6 +171,9 @@ impl Block {
         writable: Pieces,
     ) -> Result<usize, Failure> {
         let offset = sector.checked_mul(SECTOR).ok_or(Failure::Io)?;
+        if readable.bytes().max(writable.bytes()) > DATA_LIMIT {
+            return Err(Failure::Io);
+        }
         match kind {
             VIRTIO_BLK_T_IN => {
                 let bytes = writable.bytes();

@@ -297,6 +297,11 @@ impl Transport {
         self.status & DRIVER_OK != 0 && self.status & NEEDS_RESET == 0
     }
 
+    /// Whether queue `number` is in use.
+    pub fn is_ready(&self, number: usize) -> bool {
+        self.works() && self.queues.get(number).is_some_and(Queue::ready)
+    }
+
     /// When a rate allows it to go on.
     pub fn retry_at(&self) -> Option<Instant> {
         match &self.backend {
@@ -308,7 +313,7 @@ impl Transport {
 
     /// Works through queue `number`; a card looks at its link too.
     pub fn process(&mut self, number: usize, memory: &GuestMap) {
-        if !self.works() || !self.queues.get(number).is_some_and(Queue::ready) {
+        if !self.is_ready(number) {
             return;
         }
         let merged = self.features & MERGED_BUFFERS != 0;

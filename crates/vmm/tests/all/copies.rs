@@ -161,3 +161,51 @@ fn a_timer_goes_on_in_copies() {
         assert_eq!(console.number(), first + 100);
     }
 }
+
+/// The host has room for some of the children: those exist and work, and the answer says why there are no more.
+#[test]
+fn a_fork_that_goes_half_way_says_so() {
+    let (mut vmm, mut console) = Vmm::boot("count", 64);
+    console.number();
+    let mut fds = Fds::default();
+    let good = Control::new(vmm.dir.path(), "good");
+    let mut children = Vec::new();
+    for control in [&good, &Control::new(vmm.dir.path(), "other")] {
+        children.push(proto::vmm::ChildSpec {
+            control: fds.add(control.listener.try_clone().unwrap()),
+            deltas: Vec::new(),
+            link: None,
+            console: None,
+            uid: None,
+            run: true,
+        });
+    }
+    // RLIMIT_NPROC does not bind root, so the bound is a cgroup's where there is one.
+    let group = std::path::PathBuf::from(format!("/sys/fs/cgroup/pids/vmm-test-{}", std::process::id()));
+    if std::fs::create_dir(&group).is_err() {
+        eprintln!("not tested: no cgroup with pids");
+        return;
+    }
+    std::fs::write(group.join("cgroup.procs"), vmm.client.pid.to_string()).unwrap();
+    // As many as there are now (KVM has a thread of its own for each machine), and one child.
+    let now: u64 = std::fs::read_to_string(group.join("pids.current")).unwrap().trim().parse().unwrap();
+    std::fs::write(group.join("pids.max"), (now + 1).to_string()).unwrap();
+    let answer = vmm.client.ask(&Request::Fork { children, deltas: Vec::new() }, &fds.borrow());
+    std::fs::write(group.join("pids.max"), "max").unwrap();
+    match answer {
+        Answer::Forked { pids, failure: Some(failure), .. } => assert_eq!(pids.len(), 1, "{failure}"),
+        other => panic!("{other:?}"),
+    }
+    let before = console.number();
+    assert_eq!(console.number(), before + 1000, "the machine runs on");
+    drop(good.connect());
+    vmm.process.kill().unwrap();
+    vmm.process.wait().unwrap();
+    for pid in std::fs::read_to_string(group.join("cgroup.procs")).unwrap().lines() {
+        let pid = rustix::process::Pid::from_raw(pid.parse().unwrap()).unwrap();
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+    while std::fs::remove_dir(&group).is_err() {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}

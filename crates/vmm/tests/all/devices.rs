@@ -126,3 +126,27 @@ fn a_rate_bounds_the_disk() {
     // Half a second at ten each second, one burst, and what the machine did before and after.
     assert!(slow <= 8, "{slow} writes");
 }
+
+/// The guest never looks at its card; who sends to it waits, and the process sleeps.
+#[test]
+fn a_link_that_nobody_listens_to_costs_nothing() {
+    let (mut vmm, mut console, link, _) = boot(&guest("spin"), "", Rate::default());
+    console.line();
+    link.set_nonblocking(true).unwrap();
+    while std::io::Write::write(&mut &link, &[0u8; 4096]).is_ok() {}
+    // The server's thread is the process's first.
+    let cpu_ticks = |pid: u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/stat")).unwrap();
+        let fields: Vec<u64> = stat.split_whitespace().filter_map(|field| field.parse().ok()).collect();
+        // utime and stime, counted from the end of the numbers before them: pid, ppid, pgrp, ...
+        fields[10] + fields[11]
+    };
+    let before = cpu_ticks(vmm.client.pid);
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    let used = cpu_ticks(vmm.client.pid) - before;
+    assert!(used < 20, "{used} ticks of 10 ms in a second");
+    drop(link);
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    assert!(cpu_ticks(vmm.client.pid) - before < 30, "nor when it is closed");
+    vmm.client.done(&Request::Stop, &[]);
+}

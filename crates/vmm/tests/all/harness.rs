@@ -441,7 +441,7 @@ pub fn fork(
     }
     let request = Request::Fork { children, deltas: deltas.to_vec() };
     let (pids, paused_us) = match vmm.client.ask(&request, &fds.borrow()) {
-        Answer::Forked { pids, paused_us } => (pids, paused_us),
+        Answer::Forked { pids, paused_us, failure: None } => (pids, paused_us),
         other => panic!("{other:?}"),
     };
     let copies = copies.into_iter().zip(pids);
