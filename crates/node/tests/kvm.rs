@@ -119,7 +119,7 @@ impl Fixture {
         assert!(!is_there(machine.pid()), "it has ended");
         let mut rest = Vec::new();
         console.read_to_end(&mut rest).await.unwrap();
-        self.last = rest.into_iter().filter(|byte| *byte != b'\n').next_back().unwrap_or(b'5');
+        self.last = rest.into_iter().rfind(|byte| *byte != b'\n').unwrap_or(b'5');
         assert!(!dir.join("vmm.sock").exists(), "a template has no socket");
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A template has a **zygote**: a `vmm` that was restored from it once and never runs. A create is a live fork of the
 //! zygote, so it costs neither a boot nor a restore, and copies share all memory that they do not write. The zygote is
-//! made when it is first wanted, and made anew when it has died; it and its copies have the user IDs that they are given,
+//! made when the node starts, and made anew when it has died; it and its copies have the user IDs that they are given,
 //! no privileges and no paths (the VMM's jail). Copies are no children of this process: they are watched through a pidfd
 //! and their control socket.
 
