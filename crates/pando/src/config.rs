@@ -29,6 +29,8 @@ pub(crate) struct Config {
     pub(crate) dns: Vec<SocketAddr>,
     /// The guest agent's binary; beside the program if none.
     pub(crate) guest_binary: Option<PathBuf>,
+    /// The VMM's binary; beside the program if none.
+    pub(crate) vmm_binary: Option<PathBuf>,
     /// Log lines as JSON.
     pub(crate) log_json: bool,
     /// The machine of new templates.
@@ -77,6 +79,7 @@ impl Default for Config {
             domain: None,
             dns: Vec::new(),
             guest_binary: None,
+            vmm_binary: None,
             log_json: false,
             template: TemplateConfig::default(),
             limits: Limits::default(),

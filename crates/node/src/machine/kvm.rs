@@ -159,6 +159,9 @@ impl Zygotes {
             let answer = limited("copy itself", START_LIMIT, zygote.control.ask(request, fds)).await;
             match answer {
                 Ok(Answer::Forked { pids, .. }) if pids.len() == 1 => return Ok(pids[0]),
+                Ok(Answer::Forked { failure: Some(message), .. }) => {
+                    return Err(MachineError::Refused { command: "fork", message });
+                }
                 Ok(other) => {
                     return Err(MachineError::Died(format!("it answered a fork with {other:?}")));
                 }

@@ -168,7 +168,10 @@ pub enum MachineError {
         source: std::io::Error,
     },
     /// The VMM's program is not there.
-    #[error("the program vmm is not beside pando; build it with `make build`, or use --machine qemu")]
+    #[error(
+        "the program vmm is not beside pando; build it with `make build`, name it as vmm_binary in the configuration, or \
+             use --machine qemu"
+    )]
     NoVmm,
     /// It ended before it was ready.
     #[error("the machine ended while it started: {0}")]

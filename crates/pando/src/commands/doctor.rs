@@ -7,6 +7,7 @@ use anyhow::Result;
 use serde::Serialize;
 use store::layout::DataDir;
 
+use crate::config::Config;
 use crate::output;
 use crate::target::Target;
 
@@ -183,7 +184,7 @@ async fn data(dir: &Path) -> Vec<Check> {
         }
         Err(error) => Check::not("templates", Verdict::Missing, error.to_string(), setup()),
     };
-    let vmm = super::serve::vmm_binary().ok().flatten();
+    let vmm = super::serve::vmm_binary(&Config::default()).ok().flatten();
     let finding = node::machine::probe::find(&data, vmm.as_deref()).await;
     let machine = match (finding.kvm, &vmm) {
         (true, Some(_)) => {

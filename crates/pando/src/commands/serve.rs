@@ -93,13 +93,19 @@ pub(crate) async fn choose_driver(
         Machine::Kvm => probe::Wanted::Kvm,
         Machine::Qemu => probe::Wanted::Qemu,
     };
-    let vmm = vmm_binary()?;
+    let vmm = vmm_binary(config)?;
     let uids = || Uids::reserve(config.limits.uid_base, ZYGOTES);
     Ok(probe::choose(data, wanted, vmm.as_deref(), uids).await?)
 }
 
-/// The VMM's program, beside this one.
-pub(crate) fn vmm_binary() -> Result<Option<PathBuf>> {
+/// The VMM's program: the configured one, else one beside this program.
+pub(crate) fn vmm_binary(config: &Config) -> Result<Option<PathBuf>> {
+    if let Some(path) = &config.vmm_binary {
+        if !path.exists() {
+            bail!("there is no {}, which the configuration names as vmm_binary", path.display());
+        }
+        return Ok(Some(path.clone()));
+    }
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let beside = program.parent().unwrap_or(std::path::Path::new("/"));
     Ok(["pando-vmm", "vmm"].map(|name| beside.join(name)).into_iter().find(|place| place.exists()))
@@ -181,6 +187,8 @@ impl Serve {
         tracing::info!(first = uids.first(), count = limits.max_sandboxes, "user IDs of machines");
         let cgroups = node::cgroup::Cgroups::open(data);
         tracing::info!(controllers = cgroups.found(), "cgroups");
+        let (name, version) = chosen.driver.identity();
+        let (name, version) = (name.to_owned(), version.to_owned());
         let node = Node::start(NodeConfig {
             data: data.clone(),
             driver: chosen.driver,
@@ -192,8 +200,16 @@ impl Serve {
             cgroups,
         })
         .await?;
-        if node.templates()?.is_empty() {
-            bail!("there is no template in {}; run `pando setup` first", data.root().display());
+        let fits = |view: &proto::node::TemplateView| {
+            let machine = &view.manifest.machine;
+            (&machine.driver, &machine.driver_version) == (&name, &version)
+        };
+        if !node.templates()?.iter().any(fits) {
+            bail!(
+                "there is no template for the machine driver {name} {version} in {}; run `pando setup` with the same \
+                 --machine first",
+                data.root().display()
+            );
         }
         Ok(node)
     }
