@@ -157,7 +157,7 @@ fn a_server_that_cannot_start_makes_nothing() {
     for (arguments, says) in [
         (&["--listen", taken.as_str()][..], "cannot listen"),
         (&["--listen", "127.0.0.1:0"], "pando setup"),
-        (&["--listen", "127.0.0.1:0", "--machine", "kvm"], "--machine auto"),
+        (&["--listen", "127.0.0.1:0", "--machine", "kvm"], "pando setup"),
         (&["--listen", "0.0.0.0:0"], "--allow-plaintext"),
     ] {
         let mut command = std::process::Command::new(systest::program());
