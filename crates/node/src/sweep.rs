@@ -4,13 +4,19 @@
 //! machine has its directory in its environment, and one in this data directory belongs to a server that is gone, since
 //! this one holds the lock.
 
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags, Signal};
 use store::layout::DataDir;
 
 use crate::NodeError;
 use crate::machine::qemu::MARK;
+
+/// A killed process that has not ended by then waits for a disk that is broken; the start does not wait with it.
+const LIMIT: Duration = Duration::from_secs(5);
 
 /// What was removed.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -25,16 +31,18 @@ pub struct Swept {
 /// it starts machines of its own.
 pub fn sweep(data: &DataDir) -> Result<Swept, NodeError> {
     let mut swept = Swept::default();
-    let pids = machines_of(data.root());
-    for pid in &pids {
-        if rustix::process::kill_process(*pid, rustix::process::Signal::KILL).is_ok() {
-            swept.processes += 1;
+    let deadline = Instant::now() + LIMIT;
+    // Again and again, as a machine may have made a copy of itself while the list was read.
+    loop {
+        let killed: Vec<_> = machines_of(data.root()).into_iter().filter_map(kill).collect();
+        if killed.is_empty() {
+            break;
         }
-    }
-    // They are not our children: wait until /proc has forgotten them, so that their files are closed.
-    let deadline = Instant::now() + Duration::from_secs(5);
-    while !machines_of(data.root()).is_empty() && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(10));
+        swept.processes += killed.len();
+        // They are not our children. Their memory goes first, their files and groups later.
+        if !killed.iter().all(|process| ends_before(process, deadline)) {
+            break;
+        }
     }
     crate::cgroup::Cgroups::look(data).sweep();
     let sandboxes = data.sandboxes();
@@ -52,8 +60,26 @@ pub fn sweep(data: &DataDir) -> Result<Swept, NodeError> {
     Ok(swept)
 }
 
+/// Kills a process; None if it has ended already.
+fn kill(pid: Pid) -> Option<OwnedFd> {
+    let process = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
+    rustix::process::pidfd_send_signal(&process, Signal::KILL).ok()?;
+    Some(process)
+}
+
+fn ends_before(process: &OwnedFd, deadline: Instant) -> bool {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match rustix::event::poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left)) {
+            Err(rustix::io::Errno::INTR) => {}
+            outcome => return outcome.is_ok_and(|ready| ready > 0),
+        }
+    }
+}
+
 /// Machines whose directory is in `root`. Only root can give a process of another user this environment, or read it.
-fn machines_of(root: &Path) -> Vec<rustix::process::Pid> {
+fn machines_of(root: &Path) -> Vec<Pid> {
     let mut found = Vec::new();
     let Ok(entries) = std::fs::read_dir("/proc") else { return found };
     let mark = [MARK.as_bytes(), b"=", root.as_os_str().as_encoded_bytes(), b"/"].concat();
@@ -64,7 +90,7 @@ fn machines_of(root: &Path) -> Vec<rustix::process::Pid> {
         // A zombie's is empty: it holds nothing any more.
         let Ok(environment) = std::fs::read(entry.path().join("environ")) else { continue };
         if environment.split(|byte| *byte == 0).any(|variable| variable.starts_with(&mark)) {
-            found.extend(rustix::process::Pid::from_raw(pid));
+            found.extend(Pid::from_raw(pid));
         }
     }
     found
