@@ -7,7 +7,7 @@
 //! | survives in the child | is made anew |
 //! |---|---|
 //! | guest memory, at the same addresses | KVM's machine, its processors, their threads |
-//! | registers of devices, positions in queues (in memory) | doorbells and interrupt lines (eventfds), epoll |
+//! | registers of devices, positions in queues (in memory) | doorbells and interrupt lines (eventfds) |
 //! | files of the disk's base and frozen layers | the delta on top of them |
 //! | /dev/kvm, standard streams | link, console, control socket: given with the request |
 //! | state of processors and chips, read before the fork | everything else is closed unseen |
@@ -16,7 +16,6 @@
 //! a doorbell that has rung and an interrupt that was raised are repeated in the child, which is harmless if they were
 //! not; frames half-way on the link are lost in the child, as on a pulled cable, and go on in the parent; timers are in
 //! the local APICs' state; the time that vCPUs stood still is not the guest's.
-#![allow(unsafe_code)]
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -99,23 +98,17 @@ pub fn copies(
         )));
     }
     let children = specs.iter().map(|spec| take_child(spec, fds)).collect::<Result<Vec<_>, _>>()?;
-    let own = deltas.iter().map(|fd| fds.file(*fd)).collect::<Result<Vec<_>, _>>()?;
+    let own = fds.files(deltas)?;
     check(machine, &children, &own, is_running, may_change_user)?;
 
     let begun = Instant::now();
     machine.pause()?;
-    let outcome = stopped(kvm, machine, children, own);
-    if matches!(outcome, Ok(Outcome::Child(_))) {
-        return outcome;
-    }
-    if is_running {
+    let outcome = stopped(kvm, machine, children, own, begun);
+    // The child's machine is not this one.
+    if is_running && !matches!(outcome, Ok(Outcome::Child(_))) {
         machine.resume();
     }
-    let paused = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
-    outcome.map(|outcome| match outcome {
-        Outcome::Parent { pids, failure, .. } => Outcome::Parent { pids, failure, paused_us: paused },
-        child @ Outcome::Child(_) => child,
-    })
+    outcome
 }
 
 /// What is done while no vCPU runs.
@@ -124,12 +117,13 @@ fn stopped(
     machine: &mut Machine,
     mut children: Vec<Child>,
     own: Vec<File>,
+    begun: Instant,
 ) -> Result<Outcome, Error> {
     let (vcpus, chips) = machine.read_state()?;
     // First of all, so that nothing that copies stand on is ever written again. A fork that fails after this has cost the
     // machine one more layer, with nothing in it.
     change_disks(&mut lock(&machine.shared.devices), own, Block::freeze)?;
-    let mut pids = Vec::new();
+    let (mut pids, mut failure) = (Vec::new(), None);
     for at in 0..children.len() {
         match sys::fork() {
             Ok(Side::Parent(pid)) => pids.push(pid),
@@ -141,19 +135,21 @@ fn stopped(
             }
             Err(error) if pids.is_empty() => return Err(Error::io("fork")(error)),
             Err(error) => {
-                return Ok(Outcome::Parent { pids, failure: Some(Error::io("fork")(error)), paused_us: 0 });
+                failure = Some(Error::io("fork")(error));
+                break;
             }
         }
     }
-    Ok(Outcome::Parent { pids, failure: None, paused_us: 0 })
+    let paused_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
+    Ok(Outcome::Parent { pids, failure, paused_us })
 }
 
 fn take_child(spec: &ChildSpec, fds: &mut Descriptors) -> Result<Child, Error> {
     Ok(Child {
         control: fds.take(spec.control)?,
-        deltas: spec.deltas.iter().map(|fd| fds.file(*fd)).collect::<Result<_, _>>()?,
-        link: spec.link.map(|fd| fds.take(fd)).transpose()?,
-        console: spec.console.map(|fd| fds.take(fd)).transpose()?,
+        deltas: fds.files(&spec.deltas)?,
+        link: fds.optional(spec.link)?,
+        console: fds.optional(spec.console)?,
         uid: spec.uid,
         run: spec.run,
     })
@@ -194,8 +190,7 @@ fn check(
             return bad("only a zygote's children may have a user of their own, and not root".to_owned());
         }
         for delta in child.deltas.iter().chain(own) {
-            let empty = delta.metadata().is_ok_and(|meta| meta.is_file());
-            if !empty {
+            if !delta.metadata().is_ok_and(|meta| meta.is_file()) {
                 return bad("a delta is a file".to_owned());
             }
         }

@@ -194,17 +194,17 @@ fn filter(calls: &[(&str, i64)], more: Vec<(i64, Vec<SeccompRule>)>) -> Result<B
 
 /// clone3(2) has its flags in memory, where no filter sees them. libc uses clone(2) when it is told that there is none.
 fn refuse_clone3(allowed: BpfProgram) -> BpfProgram {
-    let statement = |code: u32, jump_true: u8, k: u32| seccompiler::sock_filter {
+    let statement = |code: u32, jump_if_not: u8, k: u32| seccompiler::sock_filter {
         code: code as u16,
-        jt: jump_true,
-        jf: u8::from(jump_true == 0 && code == (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K)),
+        jt: 0,
+        jf: jump_if_not,
         k,
     };
     // The system call's number is at the start of the data. The architecture is checked by the program that follows; a
     // foreign one that has this number gets an error instead of its end.
     let mut program = vec![
         statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
-        statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, libc::SYS_clone3 as u32),
+        statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, libc::SYS_clone3 as u32),
         statement(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32),
     ];
     program.extend(allowed);

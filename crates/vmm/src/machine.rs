@@ -58,6 +58,22 @@ impl Descriptors {
     pub fn file(&mut self, fd: Fd) -> Result<File, Error> {
         self.take(fd).map(File::from)
     }
+
+    /// Takes several as files.
+    ///
+    /// # Errors
+    /// As [`Descriptors::take`].
+    pub fn files(&mut self, fds: &[Fd]) -> Result<Vec<File>, Error> {
+        fds.iter().map(|fd| self.file(*fd)).collect()
+    }
+
+    /// Takes one that need not be named.
+    ///
+    /// # Errors
+    /// As [`Descriptors::take`].
+    pub fn optional(&mut self, fd: Option<Fd>) -> Result<Option<OwnedFd>, Error> {
+        fd.map(|fd| self.take(fd)).transpose()
+    }
 }
 
 /// A machine. Its vCPUs end when it is dropped.
@@ -92,7 +108,7 @@ impl Machine {
             .ok_or_else(|| Error::BadRequest(format!("{} MiB of memory are too many", spec.memory_mib)))?;
         let memory = Memory::zeroed(bytes, spec.huge_pages)?;
         let mut kernel = fds.file(spec.kernel)?;
-        let mut initramfs = spec.initramfs.map(|fd| fds.file(fd)).transpose()?;
+        let mut initramfs = fds.optional(spec.initramfs)?.map(File::from);
         let devices = make_devices(&spec.devices, fds)?;
         let count = devices.len() as u32;
         let entry =
@@ -110,7 +126,7 @@ impl Machine {
             processors.push((vcpu, entries));
         }
         let devices = Devices { virtio: devices, serial: SerialPort::new(None)?, ending: None };
-        let console = take_socket(spec.devices.console, fds)?;
+        let console = fds.optional(spec.devices.console)?;
         Self::assemble(kvm, vm, memory, devices, processors, console)
     }
 
@@ -120,7 +136,7 @@ impl Machine {
     /// See [`Error`].
     pub fn restore(kvm: &Kvm, spec: &RestoreSpec, fds: &mut Descriptors) -> Result<Self, Error> {
         let state = State::read(&mut fds.file(spec.state)?)?;
-        let files = spec.memory.iter().map(|fd| fds.file(*fd)).collect::<Result<Vec<_>, _>>()?;
+        let files = fds.files(&spec.memory)?;
         let count = state.vcpus.len();
         if count == 0 || count > usize::from(MAX_VCPUS) {
             return Err(Error::BadSnapshot(format!("it has {count} vCPUs")));
@@ -141,7 +157,7 @@ impl Machine {
         for (device, saved) in virtio.iter_mut().zip(state.devices) {
             device.restore(saved, &memory.map)?;
         }
-        let console = take_socket(spec.devices.console, fds)?;
+        let console = fds.optional(spec.devices.console)?;
         let devices = Devices { virtio, serial: SerialPort::new(Some(&state.serial))?, ending: None };
         let vm = kvm::create(kvm, &memory)?;
         Self::with_state(kvm, vm, memory, devices, &state.vcpus, &state.chips, console)
@@ -234,7 +250,7 @@ impl Machine {
     /// KVM's and the files'.
     pub fn save(&self, spec: &SaveSpec, fds: &mut Descriptors) -> Result<(), Error> {
         let (mut state_file, memory_file) = (fds.file(spec.state)?, fds.file(spec.memory)?);
-        let pagemap = spec.pagemap.map(|fd| fds.file(fd)).transpose()?;
+        let pagemap = fds.optional(spec.pagemap)?.map(File::from);
         let (vcpus, chips) = self.read_state()?;
         let devices = lock(&self.shared.devices);
         let state = State {
@@ -298,7 +314,7 @@ pub fn connect(vm: &VmFd, devices: &Devices) -> Result<(), Error> {
         let gsi = layout::FIRST_LINE + number as u32;
         vm.register_irqfd(device.line().fd(), gsi).map_err(Error::kvm("connect an interrupt"))?;
         let address = layout::DEVICES + number as u64 * layout::DEVICE_SIZE + registers::QUEUE_NOTIFY;
-        for (queue, doorbell) in devices.virtio[number].doorbells().iter().enumerate() {
+        for (queue, doorbell) in device.doorbells().iter().enumerate() {
             vm.register_ioevent(doorbell, &IoEventAddress::Mmio(address), queue as u32)
                 .map_err(Error::kvm("connect a doorbell"))?;
         }
@@ -329,8 +345,8 @@ pub fn make_devices(spec: &DevicesSpec, fds: &mut Descriptors) -> Result<Vec<Tra
 fn make_disk(spec: &DiskSpec, number: usize, fds: &mut Descriptors) -> Result<Block, Error> {
     let base = fds.file(spec.base)?;
     let base = if spec.base_written { Base::Written(base) } else { Base::ReadOnly(base) };
-    let frozen = spec.frozen.iter().map(|fd| fds.file(*fd)).collect::<Result<Vec<_>, _>>()?;
-    let delta = spec.delta.map(|fd| fds.file(fd)).transpose()?;
+    let frozen = fds.files(&spec.frozen)?;
+    let delta = fds.optional(spec.delta)?.map(File::from);
     let disk = Disk::open(base, frozen, delta).map_err(|source| Error::Disk { number, source })?;
     Ok(Block::new(disk, spec.durable, Limiter::new(spec.rate, Instant::now())))
 }
@@ -342,8 +358,4 @@ fn make_card(spec: &CardSpec, fds: &mut Descriptors) -> Result<Card, Error> {
     let link = fds.take(spec.link)?;
     let limiter = Limiter::new(spec.rate, Instant::now());
     Ok(Card::new(link, spec.mac, spec.mtu, spec.offloads, limiter))
-}
-
-fn take_socket(fd: Option<Fd>, fds: &mut Descriptors) -> Result<Option<OwnedFd>, Error> {
-    fd.map(|fd| fds.take(fd)).transpose()
 }

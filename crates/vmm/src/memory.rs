@@ -79,6 +79,14 @@ pub struct Region {
     pub offset: u64,
 }
 
+/// A part of an extent that is contiguous in this process.
+struct Part {
+    address: usize,
+    bytes: usize,
+    /// In the memory file.
+    offset: u64,
+}
+
 /// Guest memory.
 #[derive(Debug)]
 pub struct Memory {
@@ -188,23 +196,16 @@ impl Memory {
         if end.is_none() || !extent.offset.is_multiple_of(PAGE) || !extent.bytes.is_multiple_of(PAGE) {
             return Err(Error::BadSnapshot(format!("a range of memory at {} is not in it", extent.offset)));
         }
-        for region in &self.regions {
-            let start = extent.offset.max(region.offset);
-            let end = (extent.offset + extent.bytes).min(region.offset + region.bytes);
-            if start >= end {
-                continue;
-            }
-            let address = region.host + (start - region.offset) as usize;
-            let bytes = (end - start) as usize;
-            if end - start >= OVERLAY_BYTES && *overlays < MAX_OVERLAYS {
+        for Part { address, bytes, offset } in self.parts(extent) {
+            if bytes as u64 >= OVERLAY_BYTES && *overlays < MAX_OVERLAYS {
                 *overlays += 1;
-                // SAFETY: the range lies in this region.
-                unsafe { sys::map_over(address, bytes, file.as_fd(), start) }
+                // SAFETY: the part is guest memory.
+                unsafe { sys::map_over(address, bytes, file.as_fd(), offset) }
                     .map_err(Error::io("map a memory file"))?;
             } else {
                 let piece = sys::Piece { iov_base: address as *mut libc::c_void, iov_len: bytes };
-                // SAFETY: the range lies in this region.
-                let read = unsafe { sys::read_pieces(file.as_raw_fd(), &[piece], start) }
+                // SAFETY: the part is guest memory.
+                let read = unsafe { sys::read_pieces(file.as_raw_fd(), &[piece], offset) }
                     .map_err(Error::io("read a memory file"))?;
                 if read != bytes {
                     return Err(Error::BadSnapshot("a memory file has become shorter".to_owned()));
@@ -212,6 +213,19 @@ impl Memory {
             }
         }
         Ok(())
+    }
+
+    /// Where an extent, which lies in the memory file, is in this process.
+    fn parts(&self, extent: Extent) -> impl Iterator<Item = Part> {
+        self.regions.iter().filter_map(move |region| {
+            let start = extent.offset.max(region.offset);
+            let end = (extent.offset + extent.bytes).min(region.offset + region.bytes);
+            (start < end).then(|| Part {
+                address: region.host + (start - region.offset) as usize,
+                bytes: (end - start) as usize,
+                offset: start,
+            })
+        })
     }
 
     /// Size.
@@ -231,16 +245,9 @@ impl Memory {
 
     /// Maps all that the snapshot holds, for a machine that will be copied: copies find the page tables filled.
     pub fn populate(&self) {
-        for extent in self.layers.iter().flatten() {
-            for region in &self.regions {
-                let start = extent.offset.max(region.offset);
-                let end = (extent.offset + extent.bytes).min(region.offset + region.bytes);
-                if start < end {
-                    let address = region.host + (start - region.offset) as usize;
-                    // SAFETY: the range lies in this region. An older kernel does not know the advice: only slower.
-                    let _ = unsafe { sys::advise(address, (end - start) as usize, Advice::Populate) };
-                }
-            }
+        for part in self.layers.iter().flatten().flat_map(|extent| self.parts(*extent)) {
+            // SAFETY: the part is guest memory. An older kernel does not know the advice: only slower.
+            let _ = unsafe { sys::advise(part.address, part.bytes, Advice::Populate) };
         }
     }
 
@@ -283,20 +290,16 @@ impl Memory {
     }
 
     fn write_extent(&self, file: &File, extent: Extent) -> Result<(), Error> {
-        for region in &self.regions {
-            let mut start = extent.offset.max(region.offset);
-            let end = (extent.offset + extent.bytes).min(region.offset + region.bytes);
-            while start < end {
-                let piece = sys::Piece {
-                    iov_base: (region.host + (start - region.offset) as usize) as *mut libc::c_void,
-                    iov_len: (end - start) as usize,
-                };
-                // SAFETY: the range lies in this region.
-                let written = unsafe { sys::write_pieces(file.as_raw_fd(), &[piece], start) };
-                match written.map_err(Error::io("write the memory file"))? {
-                    0 => return Err(Error::io("write the memory file")(std::io::ErrorKind::WriteZero)),
-                    written => start += written as u64,
+        for Part { mut address, mut bytes, mut offset } in self.parts(extent) {
+            while bytes > 0 {
+                let piece = sys::Piece { iov_base: address as *mut libc::c_void, iov_len: bytes };
+                // SAFETY: the part is guest memory.
+                let written = unsafe { sys::write_pieces(file.as_raw_fd(), &[piece], offset) };
+                let written = written.map_err(Error::io("write the memory file"))?;
+                if written == 0 {
+                    return Err(Error::io("write the memory file")(std::io::ErrorKind::WriteZero));
                 }
+                (address, bytes, offset) = (address + written, bytes - written, offset + written as u64);
             }
         }
         Ok(())

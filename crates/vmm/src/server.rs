@@ -6,7 +6,6 @@
 //! nothing changes under a snapshot.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use kvm_ioctls::Kvm;
@@ -152,14 +151,14 @@ impl Server {
             Source::Connection(fd) => self.receive(fd),
             Source::Ended => self.guest_ended(),
             Source::ConsoleOutput => {
-                self.with_devices(|machine| {
+                self.with_machine(|machine| {
                     // Empties the counter; what waits is in the ring.
                     let _ = lock(&machine.shared.devices).serial.wake().read();
                 });
                 self.write_console();
             }
             Source::Console => self.write_console(),
-            Source::Doorbell(device, queue) => self.with_devices(|machine| {
+            Source::Doorbell(device, queue) => self.with_machine(|machine| {
                 if let Some(device) = lock(&machine.shared.devices).virtio.get_mut(device) {
                     if let Some(doorbell) = device.doorbells().get(queue) {
                         let _ = doorbell.read();
@@ -167,7 +166,7 @@ impl Server {
                     device.process(queue, &machine.memory.map);
                 }
             }),
-            Source::Link(device) => self.with_devices(|machine| {
+            Source::Link(device) => self.with_machine(|machine| {
                 if let Some(device) = lock(&machine.shared.devices).virtio.get_mut(device) {
                     if events & libc::POLLOUT != 0 {
                         device.process(TRANSMIT, &machine.memory.map);
@@ -180,7 +179,7 @@ impl Server {
         }
     }
 
-    fn with_devices(&self, work: impl FnOnce(&Machine)) {
+    fn with_machine(&self, work: impl FnOnce(&Machine)) {
         if let Some(machine) = &self.machine {
             work(machine);
         }
@@ -191,7 +190,7 @@ impl Server {
         if self.phase != Phase::Running {
             return;
         }
-        self.with_devices(|machine| {
+        self.with_machine(|machine| {
             let now = Instant::now();
             for device in &mut lock(&machine.shared.devices).virtio {
                 if device.retry_at().is_some_and(|at| at <= now) {
@@ -347,8 +346,7 @@ impl Server {
     fn guest_ended(&mut self) {
         let Some(machine) = &self.machine else { return };
         let _ = machine.shared.ended.read();
-        let Some(ending) = machine.shared.ending.lock().unwrap_or_else(PoisonError::into_inner).clone()
-        else {
+        let Some(ending) = lock(&machine.shared.ending).clone() else {
             return;
         };
         if self.ending.is_some() {

@@ -220,11 +220,9 @@ impl Block {
         if !segments.bytes().is_multiple_of(SEGMENT) || count == 0 || count > ZERO_SEGMENTS as usize {
             return Err(Failure::Io);
         }
-        while let Some(pieces) = segments.take(SEGMENT) {
+        for _ in 0..count {
             let mut segment = [0u8; SEGMENT];
-            if pieces.load(&mut segment) == 0 {
-                break;
-            }
+            segments.take(SEGMENT).ok_or(Failure::Io)?.load(&mut segment);
             let [s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, ..] = segment;
             let sector = u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]);
             let sectors = u32::from_le_bytes([n0, n1, n2, n3]);
@@ -233,9 +231,6 @@ impl Block {
             }
             let offset = sector.checked_mul(SECTOR).ok_or(Failure::Io)?;
             self.disk.zero(offset, u64::from(sectors) * SECTOR).map_err(|_| Failure::Io)?;
-            if segments.bytes() == 0 {
-                break;
-            }
         }
         Ok(())
     }

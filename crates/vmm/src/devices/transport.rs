@@ -9,8 +9,10 @@
 //! Every register write is the guest's and may come in any order: what does not belong to the device's state is
 //! ignored, as the specification lets a driver not expect more.
 
-use serde::{Deserialize, Serialize};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueState, QueueT};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -176,10 +178,7 @@ impl Transport {
     /// No descriptors left.
     pub fn rewire(&mut self) -> Result<(), Error> {
         let line = Line::new()?;
-        line.status().store(
-            self.line.status().load(std::sync::atomic::Ordering::SeqCst),
-            std::sync::atomic::Ordering::SeqCst,
-        );
+        line.status().store(self.line.status().load(Ordering::SeqCst), Ordering::SeqCst);
         std::mem::forget(std::mem::replace(&mut self.line, line));
         let doorbells = (0..self.queues.len()).map(|_| eventfd()).collect::<Result<Vec<_>, _>>()?;
         std::mem::forget(std::mem::replace(&mut self.doorbells, doorbells));
@@ -213,7 +212,7 @@ impl Transport {
             driver_word: self.driver_word,
             queue: self.queue,
             generation: self.generation,
-            interrupt: self.line.status().load(std::sync::atomic::Ordering::SeqCst),
+            interrupt: self.line.status().load(Ordering::SeqCst),
             queues,
             balloon: match &self.backend {
                 Backend::Balloon(balloon) => Some(balloon.clone()),
@@ -257,7 +256,7 @@ impl Transport {
         (self.status, self.features, self.queue) = (state.status, state.features, state.queue);
         (self.device_word, self.driver_word) = (state.device_word, state.driver_word);
         self.generation = state.generation;
-        self.line.status().store(state.interrupt, std::sync::atomic::Ordering::SeqCst);
+        self.line.status().store(state.interrupt, Ordering::SeqCst);
         if let (Backend::Balloon(balloon), Some(saved)) = (&mut self.backend, state.balloon) {
             *balloon = saved;
         }
@@ -375,7 +374,7 @@ impl Transport {
             },
             0x034 => queue.map_or(0, |queue| queue.max_size().into()),
             0x044 => queue.map_or(0, |queue| queue.ready().into()),
-            registers::INTERRUPT_STATUS => self.line.status().load(std::sync::atomic::Ordering::SeqCst),
+            registers::INTERRUPT_STATUS => self.line.status().load(Ordering::SeqCst),
             0x070 => self.status,
             0x0fc => self.generation,
             _ => 0,
@@ -408,7 +407,7 @@ impl Transport {
                 }
             }
             registers::INTERRUPT_ACK => {
-                self.line.status().fetch_and(!value, std::sync::atomic::Ordering::SeqCst);
+                self.line.status().fetch_and(!value, Ordering::SeqCst);
             }
             0x070 => self.set_status(value, memory),
             _ => self.write_queue(register, value),
@@ -440,7 +439,7 @@ impl Transport {
                 queue.reset();
             }
             (self.status, self.features) = (0, 0);
-            self.line.status().store(0, std::sync::atomic::Ordering::SeqCst);
+            self.line.status().store(0, Ordering::SeqCst);
             return;
         }
         let mut status = self.status & NEEDS_RESET | value;
