@@ -101,6 +101,19 @@ impl Backend {
     }
 }
 
+/// What the driver has written, but for its queues.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+struct Registers {
+    status: u32,
+    /// What the driver wants.
+    features: u64,
+    /// Which 32 bits of the features a register shows.
+    device_word: u32,
+    driver_word: u32,
+    queue: u32,
+    generation: u32,
+}
+
 /// A queue in a snapshot.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct SavedQueue {
@@ -118,12 +131,7 @@ struct SavedQueue {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DeviceState {
     id: u32,
-    status: u32,
-    features: u64,
-    device_word: u32,
-    driver_word: u32,
-    queue: u32,
-    generation: u32,
+    registers: Registers,
     interrupt: u32,
     queues: Vec<SavedQueue>,
     balloon: Option<Balloon>,
@@ -136,14 +144,7 @@ pub struct Transport {
     queues: Vec<Queue>,
     doorbells: Vec<EventFd>,
     line: Line,
-    status: u32,
-    /// What the driver wants.
-    features: u64,
-    /// Which 32 bits of the features a register shows.
-    device_word: u32,
-    driver_word: u32,
-    queue: u32,
-    generation: u32,
+    registers: Registers,
     /// Chains refused so far.
     pub refused: u64,
 }
@@ -160,12 +161,7 @@ impl Transport {
             queues: (0..count).filter_map(|_| Queue::new(QUEUE_SIZE).ok()).collect(),
             doorbells: Vec::new(),
             line: Line::new()?,
-            status: 0,
-            features: 0,
-            device_word: 0,
-            driver_word: 0,
-            queue: 0,
-            generation: 0,
+            registers: Registers::default(),
             refused: 0,
         };
         device.doorbells = (0..count).map(|_| eventfd()).collect::<Result<_, _>>()?;
@@ -206,12 +202,7 @@ impl Transport {
             .collect();
         DeviceState {
             id: self.backend.id(),
-            status: self.status,
-            features: self.features,
-            device_word: self.device_word,
-            driver_word: self.driver_word,
-            queue: self.queue,
-            generation: self.generation,
+            registers: self.registers.clone(),
             interrupt: self.line.status().load(Ordering::SeqCst),
             queues,
             balloon: match &self.backend {
@@ -230,7 +221,7 @@ impl Transport {
         if state.id != self.backend.id() || state.queues.len() != self.queues.len() {
             return Err(bad("another device stands in its place"));
         }
-        if state.features & !self.backend.features() != 0 {
+        if state.registers.features & !self.backend.features() != 0 {
             return Err(bad("it had features that it has not now"));
         }
         let mut queues = Vec::new();
@@ -247,15 +238,13 @@ impl Transport {
                 used_ring: saved.used,
             });
             let queue = queue.map_err(|_| bad("a queue is none"))?;
-            if saved.ready && state.status & DRIVER_OK != 0 && !queue.is_valid(memory) {
+            if saved.ready && state.registers.status & DRIVER_OK != 0 && !queue.is_valid(memory) {
                 return Err(bad("a queue is not in memory"));
             }
             queues.push(queue);
         }
         self.queues = queues;
-        (self.status, self.features, self.queue) = (state.status, state.features, state.queue);
-        (self.device_word, self.driver_word) = (state.device_word, state.driver_word);
-        self.generation = state.generation;
+        self.registers = state.registers;
         self.line.status().store(state.interrupt, Ordering::SeqCst);
         if let (Backend::Balloon(balloon), Some(saved)) = (&mut self.backend, state.balloon) {
             *balloon = saved;
@@ -279,21 +268,21 @@ impl Transport {
         for doorbell in &self.doorbells {
             let _ = doorbell.write(1);
         }
-        if self.status & DRIVER_OK != 0 {
+        if self.registers.status & DRIVER_OK != 0 {
             self.line.raise(USED);
         }
     }
 
     /// Tells the guest that configuration space has changed.
     pub fn config_changed(&mut self) {
-        self.generation = self.generation.wrapping_add(1);
-        if self.status & DRIVER_OK != 0 {
+        self.registers.generation = self.registers.generation.wrapping_add(1);
+        if self.registers.status & DRIVER_OK != 0 {
             self.line.raise(CONFIG_CHANGED);
         }
     }
 
     fn works(&self) -> bool {
-        self.status & DRIVER_OK != 0 && self.status & NEEDS_RESET == 0
+        self.registers.status & DRIVER_OK != 0 && self.registers.status & NEEDS_RESET == 0
     }
 
     /// Whether queue `number` is in use.
@@ -315,7 +304,7 @@ impl Transport {
         if !self.is_ready(number) {
             return;
         }
-        let merged = self.features & MERGED_BUFFERS != 0;
+        let merged = self.registers.features & MERGED_BUFFERS != 0;
         let queue = &mut self.queues[number];
         // Until the guest has put nothing new into the queue since notifications were switched on again.
         for _ in 0..64 {
@@ -361,13 +350,13 @@ impl Transport {
             return;
         }
         let Ok(data) = <&mut [u8; 4]>::try_from(data) else { return };
-        let queue = self.queues.get(self.queue as usize);
+        let queue = self.queues.get(self.registers.queue as usize);
         let value = match register {
             0x000 => MAGIC,
             0x004 => 2,
             0x008 => self.backend.id(),
             0x00c => VENDOR,
-            0x010 => match self.device_word {
+            0x010 => match self.registers.device_word {
                 0 => self.backend.features() as u32,
                 1 => (self.backend.features() >> 32) as u32,
                 _ => 0,
@@ -375,8 +364,8 @@ impl Transport {
             0x034 => queue.map_or(0, |queue| queue.max_size().into()),
             0x044 => queue.map_or(0, |queue| queue.ready().into()),
             registers::INTERRUPT_STATUS => self.line.status().load(Ordering::SeqCst),
-            0x070 => self.status,
-            0x0fc => self.generation,
+            0x070 => self.registers.status,
+            0x0fc => self.registers.generation,
             _ => 0,
         };
         *data = value.to_le_bytes();
@@ -393,14 +382,14 @@ impl Transport {
         let Ok(data) = <[u8; 4]>::try_from(data) else { return };
         let value = u32::from_le_bytes(data);
         match register {
-            0x014 => self.device_word = value,
-            0x020 if self.status & FEATURES_OK == 0 => match self.driver_word {
-                0 => self.features = self.features & !0xffff_ffff | u64::from(value),
-                1 => self.features = self.features & 0xffff_ffff | u64::from(value) << 32,
+            0x014 => self.registers.device_word = value,
+            0x020 if self.registers.status & FEATURES_OK == 0 => match self.registers.driver_word {
+                0 => self.registers.features = self.registers.features & !0xffff_ffff | u64::from(value),
+                1 => self.registers.features = self.registers.features & 0xffff_ffff | u64::from(value) << 32,
                 _ => {}
             },
-            0x024 => self.driver_word = value,
-            0x030 => self.queue = value,
+            0x024 => self.registers.driver_word = value,
+            0x030 => self.registers.queue = value,
             registers::QUEUE_NOTIFY => {
                 if let Some(doorbell) = self.doorbells.get(value as usize) {
                     let _ = doorbell.write(1);
@@ -415,10 +404,10 @@ impl Transport {
     }
 
     fn write_queue(&mut self, register: u64, value: u32) {
-        if self.status & FEATURES_OK == 0 || self.status & DRIVER_OK != 0 {
+        if self.registers.status & FEATURES_OK == 0 || self.registers.status & DRIVER_OK != 0 {
             return;
         }
-        let Some(queue) = self.queues.get_mut(self.queue as usize) else { return };
+        let Some(queue) = self.queues.get_mut(self.registers.queue as usize) else { return };
         match register {
             // A size that is no power of two leaves the old one.
             0x038 => queue.set_size(u16::try_from(value).unwrap_or(0)),
@@ -438,20 +427,21 @@ impl Transport {
             for queue in &mut self.queues {
                 queue.reset();
             }
-            (self.status, self.features) = (0, 0);
+            (self.registers.status, self.registers.features) = (0, 0);
             self.line.status().store(0, Ordering::SeqCst);
             return;
         }
-        let mut status = self.status & NEEDS_RESET | value;
-        let begun = status & !self.status;
+        let mut status = self.registers.status & NEEDS_RESET | value;
+        let begun = status & !self.registers.status;
         if begun & FEATURES_OK != 0
-            && (self.features & !self.backend.features() != 0 || self.features & VERSION_1 == 0)
+            && (self.registers.features & !self.backend.features() != 0
+                || self.registers.features & VERSION_1 == 0)
         {
             // The driver looks again and finds that it was refused.
             status &= !FEATURES_OK;
         }
         if begun & DRIVER_OK != 0 {
-            let event_index = self.features & EVENT_INDEX != 0;
+            let event_index = self.registers.features & EVENT_INDEX != 0;
             let mut ready = self.queues.iter_mut().filter(|queue| queue.ready());
             let valid = ready.all(|queue| {
                 queue.set_event_idx(event_index);
@@ -461,6 +451,6 @@ impl Transport {
                 status |= NEEDS_RESET;
             }
         }
-        self.status = status;
+        self.registers.status = status;
     }
 }
