@@ -136,6 +136,12 @@ impl Memory {
                 )));
             }
         }
+        for Extent { offset, bytes: length } in layers.iter().flatten() {
+            let end = offset.checked_add(*length).filter(|end| *end <= bytes);
+            if end.is_none() || !offset.is_multiple_of(PAGE) || !length.is_multiple_of(PAGE) {
+                return Err(Error::BadSnapshot(format!("a range of memory at {offset} is not in it")));
+            }
+        }
         let mut memory = Self::map(bytes, Some(&files[0]))?;
         let mut overlays = 0;
         for (file, extents) in files.iter().zip(&layers).skip(1) {
@@ -192,10 +198,6 @@ impl Memory {
     }
 
     fn lay_over(&self, file: &File, extent: Extent, overlays: &mut usize) -> Result<(), Error> {
-        let end = extent.offset.checked_add(extent.bytes).filter(|end| *end <= self.bytes);
-        if end.is_none() || !extent.offset.is_multiple_of(PAGE) || !extent.bytes.is_multiple_of(PAGE) {
-            return Err(Error::BadSnapshot(format!("a range of memory at {} is not in it", extent.offset)));
-        }
         for Part { address, bytes, offset } in self.parts(extent) {
             if bytes as u64 >= OVERLAY_BYTES && *overlays < MAX_OVERLAYS {
                 *overlays += 1;
@@ -390,11 +392,12 @@ mod tests {
             Extent { offset: 1, bytes: PAGE },
             Extent { offset: 0, bytes: u64::MAX },
         ] {
-            let layers = vec![Vec::new(), vec![extent]];
-            assert!(matches!(
-                Memory::from_files(8 << 20, &[file(), file()], layers),
-                Err(Error::BadSnapshot(_))
-            ));
+            for layers in [vec![Vec::new(), vec![extent]], vec![vec![extent], Vec::new()]] {
+                assert!(matches!(
+                    Memory::from_files(8 << 20, &[file(), file()], layers),
+                    Err(Error::BadSnapshot(_))
+                ));
+            }
         }
     }
 }
