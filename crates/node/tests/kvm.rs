@@ -1,6 +1,6 @@
 //! The driver `kvm` with real `vmm` processes and a guest of 32 bytes: they need a `/dev/kvm` that makes machines, not one
 //! that runs Linux. Where there is none, or no `vmm` beside the tests (`cargo build -p vmm`), nothing is tested.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, unreachable_pub)]
 
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -15,6 +15,9 @@ use proto::manifest::MachineShape;
 use store::layout::DataDir;
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
+
+#[path = "../../vmm/tests/all/elf.rs"]
+mod elf;
 
 /// Nothing here takes this long unless it hangs.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -36,31 +39,6 @@ const COUNTING: [u8; 32] = [
     0xe2, 0xfe, // loop here
     0xeb, 0xe0, // jmp to the beginning
 ];
-
-/// An ELF of one segment at 1 MiB with the note by which PVH enters it.
-fn kernel(code: &[u8]) -> Vec<u8> {
-    const ORIGIN: u64 = 0x10_0000;
-    const NOTE: [u8; 20] = [4, 0, 0, 0, 4, 0, 0, 0, 18, 0, 0, 0, b'X', b'e', b'n', 0, 0, 0, 0x10, 0];
-    let mut elf = vec![0u8; 0x1000];
-    let mut put = |at: usize, bytes: &[u8]| elf[at..at + bytes.len()].copy_from_slice(bytes);
-    put(0, b"\x7fELF\x02\x01\x01");
-    for (at, value) in [(16, 2u16), (18, 62), (52, 64), (54, 56), (56, 2)] {
-        put(at, &value.to_le_bytes());
-    }
-    put(20, &1u32.to_le_bytes());
-    put(24, &ORIGIN.to_le_bytes());
-    put(32, &64u64.to_le_bytes());
-    let segment = |kind: u32, at: u64, address: u64, size: u64, alignment: u64| {
-        let words = [at, address, address, size, size, alignment];
-        let head = [kind.to_le_bytes(), 7u32.to_le_bytes()].concat();
-        [head, words.into_iter().flat_map(u64::to_le_bytes).collect()].concat()
-    };
-    put(64, &segment(1, 0x1000, ORIGIN, code.len() as u64, 4096));
-    put(120, &segment(4, 176, 176, NOTE.len() as u64, 4));
-    put(176, &NOTE);
-    elf.extend_from_slice(code);
-    elf
-}
 
 /// A data directory with the parts of a template, and the driver.
 struct Fixture {
@@ -96,7 +74,7 @@ impl Fixture {
     /// Boots the guest and saves it.
     async fn park(&mut self) {
         let dir = self.dir();
-        std::fs::write(dir.join("kernel"), kernel(&COUNTING)).unwrap();
+        std::fs::write(dir.join("kernel"), elf::pvh(&COUNTING)).unwrap();
         std::fs::write(dir.join("initramfs"), "nothing").unwrap();
         std::fs::File::create(dir.join("disk.raw")).unwrap().set_len(1 << 20).unwrap();
         let spec = BootSpec {

@@ -9,11 +9,10 @@
 #[allow(dead_code, reason = "tests and benchmarks use parts of it")]
 mod harness;
 
-use std::fs::File;
 use std::time::{Duration, Instant};
 
-use harness::{Console, Copied, Fds, Vmm, fork, guest};
-use proto::vmm::{DevicesSpec, Request, RestoreSpec, SaveSpec};
+use harness::{Copied, Fds, Vmm, fork, guest};
+use proto::vmm::{Answer, Request};
 
 const MIB: u64 = 1 << 20;
 
@@ -91,15 +90,8 @@ fn huge_mib(pid: u32) -> u64 {
 fn restore(mib: u64, rounds: usize) {
     let mut vmm = sleeping(mib, false);
     vmm.client.done(&Request::Pause, &[]);
-    let (state, memory) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-    let mut fds = Fds::default();
-    let spec = SaveSpec {
-        state: fds.add(state.try_clone().unwrap()),
-        memory: fds.add(memory.try_clone().unwrap()),
-        pagemap: Some(fds.add(vmm.pagemap())),
-    };
     let begun = Instant::now();
-    vmm.client.done(&Request::Save(spec), &fds.borrow());
+    let snapshot = vmm.save();
     println!(
         "{:<44} {:>9}",
         format!("save, {mib} MiB"),
@@ -109,26 +101,14 @@ fn restore(mib: u64, rounds: usize) {
     let mut times = Vec::new();
     for _ in 0..rounds {
         let begun = Instant::now();
-        let (mut restored, mut console) = restored(&state, &memory);
+        let (mut restored, mut console, answer) = Vmm::restore(&[], &snapshot);
+        assert_eq!(answer, Answer::Done);
         restored.client.done(&Request::Resume, &[]);
         let line = console.line();
         times.push(begun.elapsed());
         assert_eq!(line, "1 0x55555555");
     }
     show(&format!("restore with a new process, {mib} MiB"), &mut times, None);
-}
-
-fn restored(state: &File, memory: &File) -> (Vmm, Console) {
-    let mut vmm = Vmm::start(&[]);
-    let (console, theirs) = Console::new();
-    let mut fds = Fds::default();
-    let spec = RestoreSpec {
-        state: fds.add(state.try_clone().unwrap()),
-        memory: vec![fds.add(memory.try_clone().unwrap())],
-        devices: DevicesSpec { disks: Vec::new(), card: None, console: Some(fds.add(theirs)) },
-    };
-    vmm.client.done(&Request::Restore(spec), &fds.borrow());
-    (vmm, console)
 }
 
 fn children(count: usize) {

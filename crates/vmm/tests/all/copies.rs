@@ -4,7 +4,7 @@ use std::fs::File;
 
 use proto::vmm::{Answer, Request};
 
-use crate::harness::{Control, Fds, Vmm, fork};
+use crate::harness::{Control, Fds, Vmm, bare_child, fork};
 
 #[test]
 fn copies_go_on_from_the_same_number_and_then_apart() {
@@ -94,14 +94,7 @@ fn a_fork_that_does_not_fit_is_refused_and_the_machine_runs_on() {
     console.number();
     let mut fds = Fds::default();
     let control = Control::new(vmm.dir.path(), "child");
-    let child = proto::vmm::ChildSpec {
-        control: fds.add(control.listener.try_clone().unwrap()),
-        deltas: Vec::new(),
-        link: None,
-        console: None,
-        uid: None,
-        run: false,
-    };
+    let child = bare_child(&control, &mut fds);
     let wrong: [&dyn Fn(&mut proto::vmm::ChildSpec); 4] = [
         &|child| child.uid = Some(1000),
         &|child| child.deltas.push(proto::vmm::Fd(0)),
@@ -171,14 +164,7 @@ fn a_fork_that_goes_half_way_says_so() {
     let good = Control::new(vmm.dir.path(), "good");
     let mut children = Vec::new();
     for control in [&good, &Control::new(vmm.dir.path(), "other")] {
-        children.push(proto::vmm::ChildSpec {
-            control: fds.add(control.listener.try_clone().unwrap()),
-            deltas: Vec::new(),
-            link: None,
-            console: None,
-            uid: None,
-            run: true,
-        });
+        children.push(bare_child(control, &mut fds));
     }
     // RLIMIT_NPROC does not bind root, so the bound is a cgroup's where there is one.
     let group = std::path::PathBuf::from(format!("/sys/fs/cgroup/pids/vmm-test-{}", std::process::id()));

@@ -11,17 +11,19 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use proto::vmm::{Answer, BootSpec, ChildSpec, DevicesSpec, Ending, Fd, Phase, Request, StatsReport};
+use proto::vmm::{
+    Answer, BootSpec, ChildSpec, DevicesSpec, Ending, Fd, Phase, Request, RestoreSpec, SaveSpec, StatsReport,
+};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     SocketAddrUnix, SocketFlags, SocketType,
 };
 
+#[path = "elf.rs"]
+mod elf;
+
 /// Nothing here takes this long unless it hangs; a Linux in the lab on a busy host takes a minute.
 pub const LIMIT: Duration = Duration::from_secs(150);
-
-/// Where a guest is linked to.
-const ORIGIN: u64 = 0x10_0000;
 
 /// The kernel image of a guest in `tests/guests`.
 pub fn guest(name: &str) -> PathBuf {
@@ -44,45 +46,10 @@ pub fn guest(name: &str) -> PathBuf {
     let code = std::fs::read(&flat).unwrap();
     std::fs::remove_file(&flat).unwrap();
     let elf = flat.with_extension("elf");
-    std::fs::write(&elf, pvh_elf(&code)).unwrap();
+    std::fs::write(&elf, elf::pvh(&code)).unwrap();
     let target = out.join(format!("{name}.elf"));
     std::fs::rename(&elf, &target).unwrap();
     target
-}
-
-/// An ELF of one segment at [`ORIGIN`], with the note by which a kernel says where PVH shall enter it.
-pub fn pvh_elf(code: &[u8]) -> Vec<u8> {
-    const NOTE: [u8; 20] = [4, 0, 0, 0, 4, 0, 0, 0, 18, 0, 0, 0, b'X', b'e', b'n', 0, 0, 0, 0x10, 0];
-    let (header, entry) = (64u64, 56u64);
-    let note_at = header + 2 * entry;
-    let code_at = 0x1000u64;
-    let mut elf = vec![0u8; code_at as usize];
-    let mut put = |at: u64, bytes: &[u8]| elf[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
-    put(0, b"\x7fELF\x02\x01\x01");
-    put(16, &2u16.to_le_bytes());
-    put(18, &62u16.to_le_bytes());
-    put(20, &1u32.to_le_bytes());
-    put(24, &ORIGIN.to_le_bytes());
-    put(32, &header.to_le_bytes());
-    put(52, &64u16.to_le_bytes());
-    put(54, &56u16.to_le_bytes());
-    put(56, &2u16.to_le_bytes());
-    let segment = |kind: u32, at: u64, address: u64, size: u64| {
-        let mut segment = Vec::new();
-        segment.extend(kind.to_le_bytes());
-        segment.extend(7u32.to_le_bytes());
-        for word in [at, address, address, size, size, 4096] {
-            segment.extend(word.to_le_bytes());
-        }
-        segment
-    };
-    put(header, &segment(1, code_at, ORIGIN, code.len() as u64));
-    let mut note = segment(4, note_at, 0, NOTE.len() as u64);
-    note[48..].copy_from_slice(&4u64.to_le_bytes());
-    put(header + entry, &note);
-    put(note_at, &NOTE);
-    elf.extend_from_slice(code);
-    elf
 }
 
 /// A listening control socket.
@@ -217,6 +184,26 @@ impl Fds {
     }
 }
 
+/// A machine of no disk and no card as files.
+pub struct Snapshot {
+    /// Everything but memory.
+    pub state: std::fs::File,
+    /// Memory.
+    pub memory: std::fs::File,
+}
+
+/// A child without disk, card and console, that listens on `control`.
+pub fn bare_child(control: &Control, fds: &mut Fds) -> ChildSpec {
+    ChildSpec {
+        control: fds.add(control.listener.try_clone().unwrap()),
+        deltas: Vec::new(),
+        link: None,
+        console: None,
+        uid: None,
+        run: true,
+    }
+}
+
 /// A `vmm` process and what the test holds of it.
 pub struct Vmm {
     /// Its directory.
@@ -268,6 +255,33 @@ impl Vmm {
         change(&mut spec, &mut fds);
         vmm.client.done(&Request::Boot(spec), &fds.borrow());
         (vmm, console)
+    }
+
+    /// Saves the paused machine: its state, and what it has written since the files it came from.
+    pub fn save(&mut self) -> Snapshot {
+        let (state, memory) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+        let mut fds = Fds::default();
+        let spec = SaveSpec {
+            state: fds.add(state.try_clone().unwrap()),
+            memory: fds.add(memory.try_clone().unwrap()),
+            pagemap: Some(fds.add(self.pagemap())),
+        };
+        self.client.done(&Request::Save(spec), &fds.borrow());
+        Snapshot { state, memory }
+    }
+
+    /// A process that was asked to go on from `snapshot`, and what it answered.
+    pub fn restore(arguments: &[&str], snapshot: &Snapshot) -> (Self, Console, Answer) {
+        let mut vmm = Self::start(arguments);
+        let (console, theirs) = Console::new();
+        let mut fds = Fds::default();
+        let spec = RestoreSpec {
+            state: fds.add(snapshot.state.try_clone().unwrap()),
+            memory: vec![fds.add(snapshot.memory.try_clone().unwrap())],
+            devices: DevicesSpec { disks: Vec::new(), card: None, console: Some(fds.add(theirs)) },
+        };
+        let answer = vmm.client.ask(&Request::Restore(spec), &fds.borrow());
+        (vmm, console, answer)
     }
 
     /// Tries to boot a machine of nothing but a kernel.
@@ -427,14 +441,8 @@ pub fn fork(
         let name = format!("child-{}", NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
         let control = Control::new(vmm.dir.path(), &name);
         let (console, theirs) = Console::new();
-        let mut child = ChildSpec {
-            control: fds.add(control.listener.try_clone().unwrap()),
-            deltas: Vec::new(),
-            link: None,
-            console: Some(fds.add(theirs)),
-            uid: None,
-            run: true,
-        };
+        let mut child = bare_child(&control, fds);
+        child.console = Some(fds.add(theirs));
         change(&mut child, fds);
         children.push(child);
         copies.push((control, console));

@@ -1,47 +1,16 @@
 //! Save and restore with tiny guests.
 
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 
-use proto::vmm::{Answer, DevicesSpec, FailureCode, Request, RestoreSpec, SaveSpec};
+use proto::vmm::{Answer, FailureCode, Request};
 
-use crate::harness::{Console, Fds, Vmm};
-
-struct Snapshot {
-    state: File,
-    memory: File,
-}
-
-fn save(vmm: &mut Vmm) -> Snapshot {
-    let (state, memory) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-    let mut fds = Fds::default();
-    let spec = SaveSpec {
-        state: fds.add(state.try_clone().unwrap()),
-        memory: fds.add(memory.try_clone().unwrap()),
-        pagemap: Some(fds.add(vmm.pagemap())),
-    };
-    vmm.client.done(&Request::Save(spec), &fds.borrow());
-    Snapshot { state, memory }
-}
-
-fn restore(arguments: &[&str], state: &File, memory: &File) -> (Vmm, Console, Answer) {
-    let mut vmm = Vmm::start(arguments);
-    let (console, theirs) = Console::new();
-    let mut fds = Fds::default();
-    let spec = RestoreSpec {
-        state: fds.add(state.try_clone().unwrap()),
-        memory: vec![fds.add(memory.try_clone().unwrap())],
-        devices: DevicesSpec { disks: Vec::new(), card: None, console: Some(fds.add(theirs)) },
-    };
-    let answer = vmm.client.ask(&Request::Restore(spec), &fds.borrow());
-    (vmm, console, answer)
-}
+use crate::harness::{Fds, Snapshot, Vmm};
 
 fn snapshot_of_count() -> (Snapshot, u64) {
     let (mut vmm, mut console) = Vmm::boot("count", 64);
     let mut last = console.number();
     vmm.client.done(&Request::Pause, &[]);
-    let snapshot = save(&mut vmm);
+    let snapshot = vmm.save();
     vmm.client.done(&Request::Stop, &[]);
     for line in console.rest() {
         last = line.parse().unwrap();
@@ -53,7 +22,7 @@ fn snapshot_of_count() -> (Snapshot, u64) {
 fn a_restored_machine_goes_on_where_it_was() {
     let (snapshot, last) = snapshot_of_count();
     for _ in 0..2 {
-        let (mut vmm, mut console, answer) = restore(&[], &snapshot.state, &snapshot.memory);
+        let (mut vmm, mut console, answer) = Vmm::restore(&[], &snapshot);
         assert_eq!(answer, Answer::Done);
         vmm.client.done(&Request::Resume, &[]);
         // The end of the line it was saying when it was paused may come first.
@@ -83,7 +52,8 @@ fn a_damaged_state_is_refused() {
     for case in cases {
         let mut state = tempfile::tempfile().unwrap();
         state.write_all(&case).unwrap();
-        match restore(&[], &state, &snapshot.memory).2 {
+        let damaged = Snapshot { state, memory: snapshot.memory.try_clone().unwrap() };
+        match Vmm::restore(&[], &damaged).2 {
             Answer::Failed { code: FailureCode::BadSnapshot, .. } => {}
             other => panic!("{other:?}"),
         }
@@ -91,7 +61,7 @@ fn a_damaged_state_is_refused() {
     let short = tempfile::tempfile().unwrap();
     short.set_len(4096).unwrap();
     assert!(matches!(
-        restore(&[], &snapshot.state, &short).2,
+        Vmm::restore(&[], &Snapshot { state: snapshot.state, memory: short }).2,
         Answer::Failed { code: FailureCode::BadSnapshot, .. }
     ));
 }
@@ -99,8 +69,7 @@ fn a_damaged_state_is_refused() {
 #[test]
 fn a_zygote_never_runs_and_its_copies_have_users_of_their_own() {
     let (snapshot, last) = snapshot_of_count();
-    let (mut zygote, _console, answer) =
-        restore(&["--zygote", "--uid", "71000"], &snapshot.state, &snapshot.memory);
+    let (mut zygote, _console, answer) = Vmm::restore(&["--zygote", "--uid", "71000"], &snapshot);
     assert_eq!(answer, Answer::Done);
     assert!(matches!(
         zygote.client.ask(&Request::Resume, &[]),

@@ -14,8 +14,8 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use harness::{Console, Copied, Fds, Vmm, fork};
-use proto::vmm::{BootSpec, CardSpec, DevicesSpec, DiskSpec, Ending, Rate, Request, RestoreSpec, SaveSpec};
+use harness::{Console, Copied, Fds, Snapshot, Vmm, fork};
+use proto::vmm::{BootSpec, CardSpec, DevicesSpec, DiskSpec, Ending, Rate, Request, RestoreSpec};
 
 const DISK: u64 = 64 << 20;
 
@@ -213,14 +213,7 @@ struct Saved {
 
 /// Saves a paused machine, on top of the files it came from.
 fn save(vmm: &mut Vmm, memory: &[File], frozen: &[File]) -> Saved {
-    let (state, delta) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-    let mut fds = Fds::default();
-    let spec = SaveSpec {
-        state: fds.add(state.try_clone().unwrap()),
-        memory: fds.add(delta.try_clone().unwrap()),
-        pagemap: Some(fds.add(vmm.pagemap())),
-    };
-    vmm.client.done(&Request::Save(spec), &fds.borrow());
+    let Snapshot { state, memory: delta } = vmm.save();
     let copies = |files: &[File]| files.iter().map(|file| file.try_clone().unwrap()).collect::<Vec<_>>();
     let mut memory = copies(memory);
     memory.push(delta);
