@@ -30,8 +30,10 @@ pub fn guest(name: &str) -> PathBuf {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/guests");
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("guests");
     std::fs::create_dir_all(&out).unwrap();
-    // Tests run in processes of their own: each builds under its own name and renames.
-    let flat = out.join(format!("{name}.{}.bin", std::process::id()));
+    // Tests run in processes of their own, and rustc names what it leaves on the way after the crate alone: each
+    // builds in a directory of its own, and the finished kernel is moved to its name.
+    let own = tempfile::tempdir_in(&out).unwrap();
+    let flat = own.path().join("flat.bin");
     let built = Command::new("rustc")
         .args(["--edition=2024", "--target=i586-unknown-linux-gnu", "--crate-type=bin", "-Copt-level=2"])
         .args(["-Cpanic=abort", "-Crelocation-model=static", "-Clinker=rust-lld", "-Clinker-flavor=ld.lld"])
@@ -44,8 +46,7 @@ pub fn guest(name: &str) -> PathBuf {
         .expect("rustc");
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let code = std::fs::read(&flat).unwrap();
-    std::fs::remove_file(&flat).unwrap();
-    let elf = flat.with_extension("elf");
+    let elf = own.path().join("kernel.elf");
     std::fs::write(&elf, elf::pvh(&code)).unwrap();
     let target = out.join(format!("{name}.elf"));
     std::fs::rename(&elf, &target).unwrap();
