@@ -13,7 +13,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 use store::layout::DataDir;
 
 use crate::NodeError;
-use crate::machine::qemu::MARK;
+use crate::machine::process::marked;
 
 /// A killed process that has not ended by then waits for a disk that is broken; the start does not wait with it.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -78,18 +78,17 @@ fn ends_before(process: &OwnedFd, deadline: Instant) -> bool {
     }
 }
 
-/// Machines whose directory is in `root`. Only root can give a process of another user this environment, or read it.
+/// Machines whose directory is in `root`.
 fn machines_of(root: &Path) -> Vec<Pid> {
     let mut found = Vec::new();
     let Ok(entries) = std::fs::read_dir("/proc") else { return found };
-    let mark = [MARK.as_bytes(), b"=", root.as_os_str().as_encoded_bytes(), b"/"].concat();
     for entry in entries.flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
             continue;
         };
         // A zombie's is empty: it holds nothing any more.
-        let Ok(environment) = std::fs::read(entry.path().join("environ")) else { continue };
-        if environment.split(|byte| *byte == 0).any(|variable| variable.starts_with(&mark)) {
+        let Ok(Some(dir)) = marked(pid) else { continue };
+        if dir.starts_with(root) && dir != root {
             found.extend(Pid::from_raw(pid));
         }
     }
@@ -99,6 +98,7 @@ fn machines_of(root: &Path) -> Vec<Pid> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::machine::process::MARK;
 
     #[test]
     fn a_left_over_machine_and_its_directory_go_and_others_stay() {

@@ -54,6 +54,13 @@ pub struct MachineShape {
     pub initramfs: String,
 }
 
+impl MachineShape {
+    /// Whether it was a machine of this driver in this version.
+    pub fn is_for(&self, driver: &str, version: &str) -> bool {
+        (self.driver.as_str(), self.driver_version.as_str()) == (driver, version)
+    }
+}
+
 /// Defaults for commands in the guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]

@@ -27,7 +27,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::Mutex;
 
 use super::control::{Control, Descriptors, listen};
-use super::qemu::{MARK, open, socket_pair, to_tokio};
+use super::process::{MARK, marked, open, socket_pair, to_tokio};
 use super::{BootSpec, Bounds, Driver, Exit, Machine, MachineError, RestoreSpec, Source, Started};
 use crate::sys;
 use crate::uids::Uids;
@@ -214,7 +214,7 @@ impl Zygotes {
             Ok(control)
         };
         let control = limited("start", START_LIMIT, resumed).await?;
-        let machine = KvmMachine { watched: watched?, control: Some(control), memory: None, process: None };
+        let machine = KvmMachine { watched: watched?, control, memory: None, process: None };
         let console = to_tokio(console).map_err(io("open the console"))?;
         Ok(Started { machine: Box::new(machine), link, console })
     }
@@ -261,7 +261,7 @@ impl Kvm {
         control.ask(&request, &fds).await?;
         let machine = KvmMachine {
             watched: Watched::new(control.pid(), &spec.dir)?,
-            control: Some(control),
+            control,
             memory: Some(spec.memory.clone()),
             process: Some(process),
         };
@@ -383,7 +383,7 @@ impl Driver for Kvm {
 
     fn restore<'a>(&'a self, spec: &'a RestoreSpec) -> BoxFuture<'a, Result<Started, MachineError>> {
         Box::pin(async move {
-            spec.source.check(self.identity())?;
+            self.check(&spec.source.shape)?;
             let (zygotes, spec) = (self.zygotes.clone(), spec.clone());
             // A task of its own goes on when the create is given up: what it makes then ends at once. Otherwise a copy would
             // live that nobody knows, and its zygote's answer would be taken for that to the next request.
@@ -393,7 +393,7 @@ impl Driver for Kvm {
 
     fn prepare<'a>(&'a self, source: &'a Source) -> BoxFuture<'a, Result<(), MachineError>> {
         Box::pin(async move {
-            source.check(self.identity())?;
+            self.check(&source.shape)?;
             let (zygotes, source) = (self.zygotes.clone(), source.clone());
             unwind(tokio::spawn(async move { zygotes.of(&source).await.map(|_| ()) }).await)
         })
@@ -430,9 +430,7 @@ impl Watched {
             let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
             let number = number.ok_or_else(|| std::io::Error::other("no process ID"))?;
             let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
-            let environment = std::fs::read(format!("/proc/{pid}/environ"))?;
-            let mark = [MARK.as_bytes(), b"=", dir.as_os_str().as_encoded_bytes()].concat();
-            if !environment.split(|byte| *byte == 0).any(|variable| variable.starts_with(&mark)) {
+            if !marked(number.as_raw_pid())?.is_some_and(|marked| marked.starts_with(dir)) {
                 return Err(std::io::Error::other("it has ended"));
             }
             sys::watch(pidfd, Interest::READABLE)
@@ -462,7 +460,7 @@ impl Drop for Watched {
 /// One `vmm` process with a machine.
 struct KvmMachine {
     watched: Watched,
-    control: Option<Control>,
+    control: Control,
     /// Where memory goes when it is saved; a copy of a template is not saved.
     memory: Option<PathBuf>,
     /// A booted one is a child.
@@ -472,7 +470,7 @@ struct KvmMachine {
 impl KvmMachine {
     async fn save_to(&mut self, state: &Path) -> Result<(), MachineError> {
         let io = |verb| move |source| MachineError::Io { verb, source };
-        let (Some(control), Some(memory)) = (&mut self.control, &self.memory) else {
+        let (control, Some(memory)) = (&mut self.control, &self.memory) else {
             return Err(MachineError::Died("a copy is not saved".to_owned()));
         };
         let none = Descriptors::default();
@@ -506,11 +504,8 @@ impl Machine for KvmMachine {
 
     fn exited(&mut self) -> BoxFuture<'_, Exit> {
         Box::pin(async move {
-            let description = match &mut self.control {
-                // The socket closes with the process, and the guest's end is told before.
-                Some(control) => control.ended().await,
-                None => "it has ended".to_owned(),
-            };
+            // The socket closes with the process, and the guest's end is told before.
+            let description = self.control.ended().await;
             self.watched.gone().await;
             Exit { description }
         })

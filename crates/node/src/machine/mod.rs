@@ -14,6 +14,7 @@
 mod control;
 pub mod kvm;
 pub mod probe;
+pub(crate) mod process;
 pub mod qemu;
 mod qmp;
 
@@ -107,6 +108,20 @@ pub struct Exit {
 pub trait Driver: Send + Sync + 'static {
     /// Name and version as they stand in a template's manifest.
     fn identity(&self) -> (&str, &str);
+    /// Whether copies can be made of a machine that was parked as `shape`.
+    ///
+    /// # Errors
+    /// With both identities when they cannot.
+    fn check(&self, shape: &MachineShape) -> Result<(), MachineError> {
+        let (name, version) = self.identity();
+        if shape.is_for(name, version) {
+            return Ok(());
+        }
+        Err(MachineError::OtherMachine {
+            template: format!("{} {}", shape.driver, shape.driver_version),
+            here: format!("{name} {version}"),
+        })
+    }
     /// What a process of it needs.
     fn bounds(&self) -> Bounds;
     /// Boots a kernel.
@@ -134,23 +149,6 @@ pub trait Machine: Send {
     fn save<'a>(&'a mut self, state: &'a std::path::Path) -> BoxFuture<'a, Result<(), MachineError>>;
     /// Ends the process at once and reaps it.
     fn stop(&mut self) -> BoxFuture<'_, ()>;
-}
-
-impl Source {
-    /// Whether a driver of this identity can make copies.
-    ///
-    /// # Errors
-    /// With both identities when it cannot.
-    pub fn check(&self, (name, version): (&str, &str)) -> Result<(), MachineError> {
-        let MachineShape { driver, driver_version, .. } = &self.shape;
-        if (driver.as_str(), driver_version.as_str()) == (name, version) {
-            return Ok(());
-        }
-        Err(MachineError::OtherMachine {
-            template: format!("{driver} {driver_version}"),
-            here: format!("{name} {version}"),
-        })
-    }
 }
 
 /// What can go wrong with a machine.

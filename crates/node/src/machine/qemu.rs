@@ -21,6 +21,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
 
+use super::process::{MARK, open, socket_pair, to_tokio};
 use super::qmp::Qmp;
 use super::{BootSpec, Bounds, Driver, Exit, Machine, MachineError, RestoreSpec, Started};
 use crate::sys;
@@ -43,8 +44,6 @@ const WRITTEN_SET: u32 = 1;
 const TEMPLATE_SET: u32 = 2;
 /// The name under which QEMU gets the descriptor it saves to.
 const STATE_STREAM: &str = "state";
-/// In the environment of each machine: its directory, by which a sweep finds what an earlier server left.
-pub(crate) const MARK: &str = "PANDO_MACHINE_DIR";
 
 /// How QEMU runs guest code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -232,24 +231,8 @@ fn layered_disk(layer: &OwnedFd, template: &OwnedFd) -> Vec<String> {
     [sets, [base_file, base, file, format].map(block_node).concat()].concat()
 }
 
-pub(super) fn open(path: &Path, write: bool) -> Result<OwnedFd, MachineError> {
-    let file = std::fs::OpenOptions::new().read(true).write(write).open(path);
-    Ok(file.map(OwnedFd::from).map_err(store::Error::io("open", path))?)
-}
-
 fn mac() -> String {
     MAC.map(|byte| format!("{byte:02x}")).join(":")
-}
-
-pub(super) fn socket_pair() -> std::io::Result<(OwnedFd, OwnedFd)> {
-    let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
-    Ok((ours.into(), theirs.into()))
-}
-
-pub(super) fn to_tokio(fd: OwnedFd) -> std::io::Result<UnixStream> {
-    let socket = std::os::unix::net::UnixStream::from(fd);
-    socket.set_nonblocking(true)?;
-    UnixStream::from_std(socket)
 }
 
 impl Driver for Qemu {
@@ -299,7 +282,7 @@ impl Driver for Qemu {
     fn restore<'a>(&'a self, spec: &'a RestoreSpec) -> BoxFuture<'a, Result<Started, MachineError>> {
         Box::pin(async move {
             let source = &spec.source;
-            source.check(self.identity())?;
+            self.check(&source.shape)?;
             let delta = spec.dir.join("delta.qcow2");
             store::qcow2::create(&delta, &source.disk, source.shape.disk_mib << 20)?;
             let (delta, template, state) =

@@ -17,7 +17,7 @@ use edge::link::{Dialer, GuestStream, Links};
 use futures::future::BoxFuture;
 use jiff::Timestamp;
 use parking_lot::Mutex;
-use proto::manifest::{MachineShape, Manifest};
+use proto::manifest::Manifest;
 use proto::node::{EndReason, Event, SandboxSpec, SandboxState, SandboxView, TemplateView};
 use proto::{SandboxId, TemplateId};
 use store::layout::DataDir;
@@ -138,9 +138,8 @@ impl Node {
         });
         let templates: HashMap<_, _> = parked.collect();
         for (id, parked) in &templates {
-            let MachineShape { driver, driver_version, .. } = &parked.template.manifest.machine;
-            if config.driver.identity() != (driver, driver_version) {
-                tracing::warn!(template = %id, driver, driver_version, "a template is for another machine driver");
+            if let Err(error) = config.driver.check(&parked.template.manifest.machine) {
+                tracing::warn!(template = %id, error = &error as &dyn std::error::Error, "a template cannot be used");
                 continue;
             }
             // Not waited for: a create that comes earlier waits for it, and is told what is wrong.

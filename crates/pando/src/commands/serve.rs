@@ -200,11 +200,7 @@ impl Serve {
             cgroups,
         })
         .await?;
-        let fits = |view: &proto::node::TemplateView| {
-            let machine = &view.manifest.machine;
-            (&machine.driver, &machine.driver_version) == (&name, &version)
-        };
-        if !node.templates()?.iter().any(fits) {
+        if !node.templates()?.iter().any(|view| view.manifest.machine.is_for(&name, &version)) {
             bail!(
                 "there is no template for the machine driver {name} {version} in {}; run `pando setup` with the same \
                  --machine first",

@@ -174,7 +174,7 @@ async fn make_base_template(data: &DataDir, config: &Config, driver: Arc<dyn Dri
     let fits = |template: &Template| {
         let machine = &template.manifest.machine;
         template.manifest.aliases.iter().any(|alias| alias == BASE)
-            && (machine.driver.as_str(), machine.driver_version.as_str()) == (name, version)
+            && machine.is_for(name, version)
             && (machine.vcpus, machine.memory_mib, machine.disk_mib)
                 == (wanted.vcpus, wanted.memory_mib, wanted.disk_mib)
             && (machine.kernel == kernel && machine.initramfs == initramfs)
